@@ -35,6 +35,17 @@ def test_a_result_and_an_error_come_back_each_time() -> None:
     assert not failed.has_unreported_error
 
 
+def test_a_task_whose_start_is_interrupted_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    task = BackgroundTask(lambda _: 1, kind="task", where="here", at_exit=AtExit.FINISH)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        task.start()
+    assert task.wait(10)
+
+
 def test_a_timeout_lets_the_task_run() -> None:
     opened = threading.Event()
     task = started(lambda _: opened.wait(SOON))

@@ -75,6 +75,7 @@ class BackgroundTask(Generic[_Result]):
         self._failure, self._discard = failure, discard
         self._work: Callable[[BackgroundTask[_Result]], _Result] | None = work
         self._ended = threading.Event()
+        self._ended.set()  # until `start`
         self._result: tuple[_Result] | tuple[()] = ()
         """Empty without a result."""
         self._traceback: TracebackType | None = None
@@ -101,6 +102,7 @@ class BackgroundTask(Generic[_Result]):
         thread = self._thread
         assert thread is not None
         is_endless = self._at_exit is AtExit.CANCEL_LAST
+        self._ended.clear()
         try:
             _tasks.add(self)
             if is_endless or threading.main_thread().is_alive():  # else the end of the program waits for no new task
@@ -108,7 +110,9 @@ class BackgroundTask(Generic[_Result]):
                 if try_start(thread):
                     return
         except BaseException:
-            _tasks.discard(self)  # the end of the program would wait for a thread that has not been started
+            if thread.ident is None:  # it has not been started: nothing waits for it
+                self._ended.set()
+                _tasks.discard(self)
             raise
         if is_endless:
             self._ended.set()

@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -470,6 +471,30 @@ def killed_at_the_start_of_a_thread(folder: Path) -> list[str]:
 def test_the_error_of_a_lost_rank_is_raised_once(ranks: Ranks, tmp_path: Path) -> None:
     found = survivors(ranks.run(killed_at_the_start_of_a_thread, tmp_path, timeout=60))
     assert found == [["RankLostError", ""]] * 3
+
+
+def saves_after_a_thread_that_did_not_start(folder: Path) -> list[str]:
+    """The errors of a save in the background whose thread does not start on one rank, and of the next one."""
+    found, is_faulty = [], dist.get_rank() == 1
+
+    def fail(pending: PendingSave) -> None:
+        time.sleep(0.5)  # the threads of the other ranks wait for this one
+        raise ms.errors.BackgroundCancelledError("no thread can be started")
+
+    for step in (1, 2):
+        store = ms.Store(folder / "store", timeout_seconds=5)
+        with mock.patch.object(PendingSave, "start", fail) if is_faulty and step == 1 else nullcontext():
+            save = partial(store.save, step, sharded_objects("fsdp", seed=1), background=True)
+            found.append(error_of(save)[0])
+        if step == 2 or not is_faulty:
+            store.close()
+        dist.barrier()
+    return found
+
+
+def test_a_save_after_a_thread_that_did_not_start_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.values(saves_after_a_thread_that_did_not_start, tmp_path, timeout=60)
+    assert found == [["BackgroundCancelledError", ""]] * 4
 
 
 def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:

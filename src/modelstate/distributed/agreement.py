@@ -149,9 +149,18 @@ class Agreement:
         """Whether this process has destroyed the process group in which the call has begun."""
         return self._world() is not dist.group.WORLD
 
-    def on_channel(self, channel: str) -> Agreement:
-        """Returns the agreement of the same ranks over connections of their own, for another thread."""
-        return Agreement(self.ranks, self.timeout_seconds, call=self.call, channel=channel)
+    def on_channel(self, channel: str, calls: int | None = None) -> Agreement:
+        """Returns the agreement of the same ranks over connections of their own, for another thread.
+
+        Args:
+            channel: The name of the connections.
+            calls: A new number to count the calls from, the same on all ranks, where one of them may have missed a
+                call; None counts on.
+        """
+        other = Agreement(self.ranks, self.timeout_seconds, call=self.call, channel=channel)
+        if calls is not None:
+            other._order.calls = calls
+        return other
 
     @contextmanager
     def collective(self) -> Iterator[None]:

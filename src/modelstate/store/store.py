@@ -258,10 +258,11 @@ class Store(Shown):
                     self.wait()
                 # The thread votes over connections of its own, while this thread may load, or save again. Each store
                 # has others, since the threads of two stores do not vote in the same order on all ranks.
-                channel, name = agreement.decided(
-                    "naming the directory", lambda: (f"saving to {self.directory}", unfinished_name(step))
+                channel, name, calls = agreement.decided(
+                    "naming the directory",
+                    lambda: (f"saving to {self.directory}", unfinished_name(step), time.time_ns()),
                 )
-                writing = agreement.on_channel(channel) if background else agreement
+                writing = agreement.on_channel(channel, calls) if background else agreement
                 if background:
                     with writing.phase("connecting"):
                         pass
