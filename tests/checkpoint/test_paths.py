@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 
 import modelstate as ms
 from modelstate.errors import PlanError, SourceNotFoundError, SourceTypeError, UnsavableError
@@ -170,6 +171,14 @@ def test_shards_without_an_index_and_a_list_of_shards(shards: Path) -> None:
     assert (problem.found, problem.others) == (None, (SHARDS[1],))
     assert "index" in str(problem.as_dict()["remedy"])
     assert ms.load(Layers(), [shards / name for name in SHARDS]).coverage == 1
+
+
+def test_one_shard_beside_all_shards_of_another_checkpoint(shards: Path) -> None:
+    files = [shards / name for name in SHARDS]
+    save_file({"other": torch.ones(2)}, "other-00002-of-00002.safetensors")
+    (note,) = ms.convert_checkpoint([*files, "other-00002-of-00002.safetensors"], "both.safetensors").notes
+    assert "other-00001-of-00002.safetensors" in note
+    assert SHARDS[0] not in note
 
 
 def test_a_converted_shard_is_noted(shards: Path) -> None:

@@ -91,7 +91,7 @@ class ShardedTensor(LazyTensor):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Elements of a tensor that lie one behind the other, and all of which one rank gets."""
+    """A run of consecutive elements of a tensor. One rank receives all of them."""
 
     name: str
     """The name of the tensor."""

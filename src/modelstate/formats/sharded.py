@@ -300,10 +300,11 @@ def other_shards(files: Collection[str]) -> tuple[str, str, tuple[str, ...]] | N
     Returns None where no file is such a shard. The path is empty where no index of the usual name names the shard.
     """
     loaded = {os.path.basename(path) for path in files}
+    complete = set[str]()
     for path in files:
         directory, shard = os.path.split(path)
         match = re.fullmatch(_ANY, shard)
-        if match is None or int(match[3]) > MAX_SHARDS:
+        if match is None or int(match[3]) > MAX_SHARDS or shard in complete:
             continue
         numbers = range(1, int(match[3]) + 1)
         names = {f"{match[1]}-{number:0{len(match[2])}d}-of-{match[3]}{match[4]}" for number in numbers}
@@ -312,6 +313,7 @@ def other_shards(files: Collection[str]) -> tuple[str, str, tuple[str, ...]] | N
             index = os.path.join(directory, stem + match[4] + INDEX_SUFFIX)
             is_named = not is_remote(path) and shard in (named_in(index) or ())
             return shard, index if is_named else "", others
+        complete |= names
     return None
 
 

@@ -525,15 +525,13 @@ _kept = ThreadValue[dict[str, LocalFile] | None](None)
 @contextmanager
 def kept_open() -> Iterator[dict[str, LocalFile]]:
     """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
-    kept, before = dict[str, LocalFile](), _kept.value
+    kept = dict[str, LocalFile]()
     try:
-        _kept.value = kept
-        yield kept
+        with _kept.replaced(kept):
+            yield kept
     except BaseException:  # whose traceback may live on
         OpenFiles({}, kept).close()
         raise
-    finally:
-        _kept.value = before
 
 
 HEAD_BYTES = 4096

@@ -7,6 +7,7 @@ read whole. A `Staging` says how the values of a load are read.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from collections import defaultdict
@@ -126,15 +127,15 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     """Chooses a read strategy, which keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
     transfers = [item.transfers for item in executions]
     budget, strategy = staging.options.max_memory_bytes, staging.strategy
+    most = math.inf if budget is None else budget
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
-    for staging.strategy in chain([strategy], () if budget is None else strategy.smaller()):
+    for staging.strategy in chain([strategy], strategy.smaller()):
         staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
-        if budget is None or needed <= budget:
+        if needed <= most:
             return
-    assert budget is not None
     staged = 0 if staging.options.in_place else sum(item.staged_bytes for item in transfers)
-    could = staged > 0 and needed - staged <= budget
+    could = staged > 0 and needed - staged <= most
     raise MemoryBudgetError(
         "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
         expected=f"at most {budget} bytes",
@@ -168,10 +169,8 @@ def start_reads(staging: Staging, items: Sequence[Execution]) -> Looks:
     Reads of a load with `in_place=True` go past the page cache instead, which is faster, where no other rank reads the
     file too.
     """
-    looks, options = (
-        look([extent for item in items for extent in item.transfers.extents], staging.files),
-        staging.options,
-    )
+    options = staging.options
+    looks = look([extent for item in items for extent in item.transfers.extents], staging.files)
     is_alone = not (dist.is_available() and dist.is_initialized())
     nbytes, how = 0, "past it"
     if options.in_place and options.max_memory_bytes is None and is_alone:
