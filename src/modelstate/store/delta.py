@@ -31,14 +31,14 @@ from modelstate.distributed.writing import CollectiveWriter, Piece, ShardedTenso
 from modelstate.errors import ModelStateError
 from modelstate.formats.block_writer import LazyTensor, write_blocks
 from modelstate.formats.layers import NewLayers, Patch, PatchLayer
-from modelstate.formats.manifest import BLOCK_BYTES
+from modelstate.formats.manifest import BLOCK_BYTES, digest
 from modelstate.formats.safetensors import FileLayout
 from modelstate.formats.serialize import SerializedState
-from modelstate.io.engine import for_each, read_threads
+from modelstate.io.engine import for_each, memory_at, read_threads
 from modelstate.io.memory import empty_cpu
 from modelstate.store.directory import StepIndex
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.plain import byte_tensor, in_a_row
+from modelstate.torch_compat.plain import byte_tensor, in_a_row, is_plain_memory
 
 if TYPE_CHECKING:
     from modelstate.formats.delta import Difference
@@ -285,28 +285,39 @@ class ModuleDeltas:
             with suppress(ModelStateError, OSError):  # otherwise all is written whole
                 last = open_checkpoint(index, cache=self._index.cache)
 
-        @torch.inference_mode(False)
-        @torch.no_grad()
+        # Between blocks that fill the caches of the processor, each call of torch takes as long as a tenth of a block.
         def encode_block(item: tuple[Piece, _Tensor]) -> None:
             block, elements = item
             of = own[block.name, block.elements]
-            values = in_a_row(elements if isinstance(elements, torch.Tensor) else elements.make(0, elements.numel()))
+            values = elements if isinstance(elements, torch.Tensor) else elements.make(0, elements.numel())
+            if not is_plain_memory(values):
+                values = in_a_row(values)
             copy = values if of.copy is None else of.copy
             if of.copy is not None and of.last:
                 if of.digest != of.last and last is not None:
                     with suppress(ModelStateError, OSError):  # otherwise the tensor is written whole
-                        copy.view(torch.uint8).copy_(_read(last, block).view(torch.uint8))
-                        (of.digest,) = write_blocks(None, 0, [copy])
+                        _copy(of.copy, _read(last, block))
+                        of.digest = _digest(of.copy)
                 if of.digest == of.last:
                     of.difference = advance(copy, values, block.tensor.nbytes // 2)
             if of.difference is None and copy is not values:
-                copy.view(torch.uint8).copy_(values.view(torch.uint8))
+                _copy(copy, values)
             if of.difference is None or of.difference.changed:
                 # The digest is computed while the block is in the cache of the processor.
-                (of.digest,) = write_blocks(None, 0, [copy])
+                of.digest = _digest(copy)
 
         for of_round in received:
             for_each(of_round, [encode_block] * min(read_threads(), len(of_round)), with_torch=True)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        target.view(torch.uint8).copy_(source.view(torch.uint8))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    octets = memory_at(tensor.data_ptr(), tensor.nbytes)
+    return "".join(digest(octets[at : at + BLOCK_BYTES]) for at in range(0, len(octets), BLOCK_BYTES))
 
 
 def _exchange(payloads: dict[str, _Tensor], agreement: Agreement, writer: CollectiveWriter) -> dict[str, str]:
