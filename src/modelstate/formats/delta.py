@@ -142,7 +142,7 @@ class Adder:
     def __init__(self, directories: Sequence[Directory], dtype: torch.dtype, allocate: Allocate) -> None:
         self._directories, entries = directories, (_most_entries(directories),)
         self._positions = allocate(entries, torch.int64).numpy()
-        self._differences = _bits(allocate(entries, dtype)).numpy()
+        self._differences = allocate(entries, getattr(torch, _INTEGERS[dtype.itemsize].name)).numpy()
 
     @staticmethod
     def scratch_bytes(directories: Sequence[Directory], itemsize: int) -> int:
@@ -156,7 +156,7 @@ class Adder:
 
         Raises `DamagedFileError` for a block that cannot be decoded; others may be changed.
         """
-        bits, last = _bits(out), first + out.numel()
+        elements, last = bits(out), first + out.numel()
         begins = [directory.frames(first, last)[0] for directory in self._directories]
         numel = max((directory.numel for directory in self._directories), default=0)
         for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)):
@@ -166,26 +166,27 @@ class Adder:
                 nbytes, entries = directory.blocks[block].tolist() if len(data) else (0, 0)
                 if nbytes:
                     at = int(directory.starts[block]) - begin
-                    frame = _Frame(data[at : at + nbytes].numpy(), entries)
+                    frame = _Frame(memory_at(data.data_ptr(), data.nbytes)[at : at + nbytes], entries)
                     of_block[_step_bits(entries, len(indices))].append(frame)
             for step_bits, group in of_block.items():
                 most = max((frame.entries for frame in group), default=0)
                 at_once = max(_ENTRIES_AT_ONCE // max(most, 1), 1)
                 for number in range(0, len(group), at_once):
-                    self._add(group[number : number + at_once], step_bits, bits, indices)
+                    self._add(group[number : number + at_once], step_bits, elements, indices)
 
-    def _add(self, frames: Sequence[_Frame], step_bits: int, bits: torch.Tensor, indices: range) -> None:
-        """Adds the differences of a block with these indices in `bits`, which may have a part of it."""
-        streams = [frame.streams(bits.itemsize) for frame in frames]
-        low, high, whole = map(np.concatenate, zip(*streams, strict=True))
-        steps, small = low.astype(np.int16), high.view(np.int8)
+    def _add(self, frames: Sequence[_Frame], step_bits: int, elements: Bits, indices: range) -> None:
+        """Adds the differences of a block with these indices in `elements`, which may have a part of it."""
+        streams = [frame.streams(elements.itemsize) for frame in frames]
+        low, high, whole = streams[0] if len(streams) == 1 else map(np.concatenate, zip(*streams, strict=True))
+        steps, small = low, high.view(np.int8)
         if step_bits > 8:
+            steps = low.astype(np.int16)
             steps += (small & 15).astype(np.int16) << 8
-            small >>= 4
+            small = small >> 4
         positions, differences, end = self._positions[: len(steps)], self._differences[: len(steps)], 0
         differences[:] = small
         (escaped,) = (small == _escape(step_bits)).nonzero()
-        is_right = len(whole) == len(escaped) * bits.itemsize
+        is_right = len(whole) == len(escaped) * elements.itemsize
         for frame in frames:
             part = slice(end, end := end + frame.entries)
             np.add.accumulate(steps[part], dtype=np.int64, out=positions[part])
@@ -193,26 +194,27 @@ class Adder:
         if not is_right:
             raise _damaged("a block of other streams than its directory describes")
         differences[escaped] = whole.view(differences.dtype)
-        if indices.start < 0 or indices.stop > len(bits):
+        if indices.start < 0 or indices.stop > len(elements):
             positions += indices.start
-            is_inside = (positions >= 0) & (positions < len(bits))
+            is_inside = (positions >= 0) & (positions < len(elements))
             positions, differences = positions[is_inside], differences[is_inside]
         else:
-            bits = bits[indices.start : indices.stop]
-        bits.scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
+            elements = elements[indices.start : indices.stop]
+        # Not `np.add.at`, which other threads wait for.
+        torch.from_numpy(elements).scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
 
 
 class _Frame(NamedTuple):
     """What a payload has of a block."""
 
-    data: _Bytes
+    data: memoryview
     entries: int
 
     def streams(self, itemsize: int) -> tuple[_Bytes, _Bytes, _Bytes]:
         """Decompresses the frame. Raises `DamagedFileError`."""
         decompressor, entries = zstd.ZstdDecompressor(), self.entries
         try:
-            content = decompressor.decompress(self.data.data, entries * (2 + itemsize))
+            content = decompressor.decompress(self.data, entries * (2 + itemsize))
         except zstd.ZstdError as error:
             raise _damaged(str(error)) from error
         if not decompressor.eof or decompressor.unused_data or not 0 < 2 * entries <= len(content):
@@ -288,10 +290,6 @@ def bits(tensor: torch.Tensor) -> Bits:
     It calls torch once: between blocks that fill the caches, calls of torch take 5 to 20 times as long as elsewhere.
     """
     return np.frombuffer(memory_at(tensor.data_ptr(), tensor.nbytes), _INTEGERS[tensor.dtype.itemsize])
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(getattr(torch, _INTEGERS[tensor.dtype.itemsize].name))
 
 
 def _advanced(old: Bits, new: Bits) -> Changes:

@@ -128,17 +128,18 @@ def compute(
         def begun(tensor: _ComputedTensor) -> Callable[[int], None]:
             return tensor.begin(buffer, read)
 
-        @torch.inference_mode(False)
-        @torch.no_grad()
         def process(item: tuple[_ComputedTensor, int]) -> None:
             tensor, first = item
+            if torch.is_grad_enabled():  # in a thread of its own, for all its blocks
+                torch.set_grad_enabled(False)
             begun(tensor)(first)
 
         return process
 
     # Memory that is written to must not be left half written: the buffers are there before.
     workers = [worker(empty_cpu((nbytes,), torch.uint8)) for _ in range(min(read_threads(), len(blocks)))]
-    for_each(blocks, workers, lambda _: on_block(), with_torch=True)
+    with torch.inference_mode(False), torch.no_grad():
+        for_each(blocks, workers, lambda _: on_block(), with_torch=True)
 
 
 class _ComputedTensor:
