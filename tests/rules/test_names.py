@@ -15,6 +15,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import OptionError, RuleError
 from modelstate.rules import Concat, Copy, Fill, Ignore, Prefix, Rename, Rule, Same, Split
+from modelstate.rules.schema import renaming
 from tests.rules.naming import problems_of, renamed
 
 NAMES = {name: getattr(ms.rules, name) for name in ms.rules.__all__}
@@ -174,6 +175,18 @@ def outcome(rules: Iterable[Any], state: dict[str, torch.Tensor]) -> Any:
 def test_rules_for_single_names_do_what_rules_for_all_names_do(rules: list[Rule], names: list[str], count: int) -> None:
     state = {name: torch.full((6,), index // 2) for index, name in enumerate(names[:count])}
     assert outcome(rules, state) == outcome(map(from_elsewhere, rules), state)
+
+
+@pytest.mark.slow
+@given(st.lists(st.one_of(literal_rules, st.builds(Rename, st.sampled_from(["a*", "*b"]), st.just("*c"))), max_size=8))
+def test_renaming_by_all_rules_is_that_by_one_after_the_other(rules: list[Rule]) -> None:
+    renamed_by_all = renaming(rules)
+    for name in "abcde":
+        expected = name
+        for rule in rules:
+            renamed = rule.rename(expected)
+            expected = expected if renamed is None else renamed
+        assert renamed_by_all(name) == expected
 
 
 def test_an_order_that_matters() -> None:

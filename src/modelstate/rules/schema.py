@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from operator import itemgetter
+from itertools import groupby
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -192,25 +192,25 @@ def renaming(rules: Iterable[Rule]) -> Callable[[str], str]:
 
     The time of a call does not depend on the number of literal rules for other names.
     """
-    general: list[tuple[int, Rule]] = []
-    literal: dict[str, list[tuple[int, Rule]]] = {}
-    for position, rule in enumerate(rules):
-        for name in (names := literal_names(rule)):
-            literal.setdefault(name, []).append((position, rule))
-        general += [] if names else [(position, rule)]
+    steps: list[Callable[[str], str | None]] = []
+    for is_literal, group in groupby(rules, lambda rule: bool(literal_names(rule))):
+        if not is_literal:
+            steps += [partial(new_name, rule) for rule in group]
+            continue
+        result: dict[str, str] = {}
+        """What this rule and the later ones of the group make of a name."""
+        for rule in reversed(tuple(group)):
+            renames = {name: renamed for name in literal_names(rule) if (renamed := new_name(rule, name)) is not None}
+            result |= {name: result.get(renamed, renamed) for name, renamed in renames.items()}
+        steps.append(result.get)
 
-    def renamed(name: str) -> str:
-        last = -1
-        while True:
-            for position, rule in sorted([*general, *literal.get(name, ())], key=itemgetter(0)):
-                changed = new_name(rule, name) if position > last else None
-                if changed is not None and changed != name:
-                    last, name = position, changed
-                    break
-            else:
-                return name
+    def renamed_by_all(name: str) -> str:
+        for step in steps:
+            renamed = step(name)
+            name = name if renamed is None else renamed
+        return name
 
-    return renamed
+    return renamed_by_all
 
 
 def way_back(rules: Iterable[Rule]) -> tuple[Rule, ...]:
