@@ -107,6 +107,21 @@ def test_switched_on_for_good_and_off_again() -> None:
     assert module[1].running_mean is not buffer
 
 
+def test_one_object_that_is_entered_within_itself() -> None:
+    module = network()
+    buffer: Any = module[1].running_mean
+    keeping = ms.reference_keeping()
+    with keeping:
+        with keeping:
+            module.double()
+        module.float()
+    assert nn.Module._apply is STOCK
+    with keeping:
+        module.double()
+    assert module[1].running_mean is buffer
+    assert nn.Module._apply is STOCK
+
+
 @pytest.mark.slow
 def test_threads() -> None:
     """Conversions in several threads do not come into each other's way."""

@@ -196,19 +196,21 @@ class reference_keeping:
 
     def __init__(self, on: bool = True) -> None:
         check_flag("on", on)
-        self._on = on
+        self._on, self._is_fresh = on, True
         self._add()
 
     def __enter__(self) -> None:
-        if self not in _switches:  # the object is entered a second time
+        if not self._is_fresh:  # the object is entered a second time
             self._add()
+        self._is_fresh = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _switches
         with _lock:
-            _switches = tuple(switch for switch in _switches if switch is not self)
+            last = max(index for index, switch in enumerate(_switches) if switch is self)
+            _switches = _switches[:last] + _switches[last + 1 :]
         _overrides.update()
 
     def _add(self) -> None:
