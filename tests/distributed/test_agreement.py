@@ -359,3 +359,36 @@ def test_an_error_between_two_votes_ends_the_wait_of_the_others(
     outcomes = ranks.values(raised_between_votes, kind, 1, is_noticed, timeout=30)
     names = ["DistributedError", kind.__name__, "DistributedError", "DistributedError"]
     assert outcomes == [(name, "committed") for name in names]
+
+
+def alarmed(place: str) -> tuple[str, str, str]:
+    """The error of a call in which an alarm of rank 1 raises while it waits for rank 0; and the next call."""
+    ranks, kind_of_error, text = agreement(60), phases(), ""
+    connections = connections_module.connections_of(dist.group.WORLD, ranks.ranks, 60, "")
+
+    def alarm(number: int, frame: object) -> None:
+        raise TimeoutError("an alarm")
+
+    signal.signal(signal.SIGALRM, alarm)
+    try:
+        with ranks.collective():
+            with ranks.phase("reading", decides=place == "the last vote"):
+                if dist.get_rank() == 1:
+                    signal.setitimer(signal.ITIMER_REAL, 0.2)
+                while dist.get_rank() == 0 and not connections.is_abandoned():
+                    time.sleep(0.01)
+                if place == "connecting" and dist.get_rank() < 2:
+                    ranks.connect((0, 1))
+            with ranks.phase("the end"):  # the others may have seen that all have voted before
+                pass
+    except Exception as error:
+        kind_of_error, text = type(error).__name__, str(error)
+    dist.barrier()
+    return kind_of_error, text, phases()
+
+
+@pytest.mark.parametrize("place", ["a vote", "the last vote", "connecting"])
+def test_an_alarm_while_a_rank_waits_is_raised_as_it_is(ranks: Ranks, place: str) -> None:
+    for rank, (kind, text, then) in enumerate(ranks.values(alarmed, place, timeout=30)):
+        assert (kind, then) == ("TimeoutError" if rank == 1 else "DistributedError", "committed")
+        assert text == "an alarm" if rank == 1 else "rank 1: TimeoutError: an alarm" in text

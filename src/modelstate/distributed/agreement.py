@@ -47,6 +47,8 @@ from modelstate.errors import (
     ModelBusyError,
     ModelStateError,
     RankLostError,
+    is_interrupt,
+    keep_interrupt,
 )
 from modelstate.problems import Problem, explain
 from modelstate.process import Stopped
@@ -253,9 +255,9 @@ class Agreement:
                     self._vote(phase, error)
                     raise
                 self._vote(phase, None)
-            except BaseException as error:
+            except BaseException:
                 connections = self._connections
-                if phase.decides and connections is not None and not isinstance(error, Exception):
+                if phase.decides and connections is not None and not self._order.has_failed:
                     connections.decide(False)  # an interrupt: this rank does not wait for the others
                 raise
 
@@ -378,6 +380,9 @@ class Agreement:
                 of_all = connections_of(self._world(), self.ranks, self.timeout_seconds, self._channel)
                 return use(of_all.of(ranks, self.timeout_seconds))
             except Exception as cause:
+                if is_interrupt(cause):
+                    self.abandon(cause)
+                    raise
                 # The frames of the error refer to the group, which could not be closed.
                 raise self._lost(self._phase, cause.with_traceback(None)) from cause
 
@@ -408,6 +413,7 @@ class Agreement:
                 raise ConnectionError("the connections were lost before the end of the phase")
             reports = self._reports(connections, phase, error)
         except Exception as cause:
+            keep_interrupt(cause)
             lost = cause.with_traceback(None)
         if (
             phase.decides
