@@ -497,6 +497,31 @@ def test_a_save_after_a_thread_that_did_not_start_on_one_rank(ranks: Ranks, tmp_
     assert found == [["BackgroundCancelledError", ""]] * 4
 
 
+def interrupted_after_the_end_of_a_thread(folder: Path) -> tuple[str, tuple[int, ...]]:
+    """The error of a save in the background that has ended where a rank is interrupted, and the steps."""
+    store, start = ms.Store(folder / "store", timeout_seconds=20), PendingSave.start
+
+    def interrupted(pending: PendingSave) -> None:
+        start(pending)
+        pending.wait()
+        raise KeyboardInterrupt
+
+    faulty = mock.patch.object(PendingSave, "start", interrupted) if dist.get_rank() == 1 else nullcontext()
+    try:
+        with faulty:
+            store.save(1, sharded_objects("fsdp", seed=1), background=True)
+    except BaseException as error:
+        store.close()
+        return str(error), store.steps()
+    return "", ()
+
+
+def test_an_error_where_the_thread_of_a_save_may_have_ended(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, (text, steps) in enumerate(ranks.values(interrupted_after_the_end_of_a_thread, tmp_path, timeout=60)):
+        assert rank == 1 or "on 1 of 4 ranks; step-000000001 is complete, or does not exist" in text
+        assert steps == (1,)
+
+
 def save_to_two_stores(folder: Path) -> list[tuple[int, ...]]:
     """The steps of two stores, whose threads write at the same time."""
     objects = sharded_objects("fsdp", seed=1)

@@ -25,7 +25,7 @@ from modelstate.objects.objects import RestoreArguments, Restored, RestoreOption
 from modelstate.objects.stateful import preserved_generators
 from modelstate.process import stopped_by
 from modelstate.remote.location import is_remote
-from modelstate.store.backend import STORE_FILE, unfinished_name
+from modelstate.store.backend import STORE_FILE, name_of, unfinished_name
 from modelstate.store.directory import Step, StepEntry, StepIndex, WriteAccess, not_shared, store_file_problem
 from modelstate.store.record import RECORD_FILE, Record
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, infos_page, metric_value
@@ -293,7 +293,8 @@ class Store(Shown):
                 nbytes, blocked_seconds = self._staging.nbytes, time.perf_counter() - begin_seconds
                 self._pending = pending = PendingSave(step, nbytes, partial(new_step.save, nbytes, blocked_seconds))
                 try:
-                    with agreement.phase("starting the thread"):
+                    effect = f"{name_of(step, 0)} is complete, or does not exist"  # threads that have begun may end
+                    with agreement.phase("starting the thread", effect=effect):
                         pending.start()
                 except BaseException:
                     if agreement.is_collective:  # the threads of the other ranks would wait for that of this one
