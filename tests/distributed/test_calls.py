@@ -1,6 +1,9 @@
 """Calls besides a plain load, on sharded models: plans, transforms, optimizers, `load_state_dict`, `convert`."""
 
+import re
+import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +18,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.conversion.conversion import Conversion
 from modelstate.transaction import transaction
 from tests.distributed import models
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, error_of
 
 pytestmark = pytest.mark.slow
 FULL = StateDictOptions(full_state_dict=True)
@@ -357,6 +361,56 @@ def converts(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["uneven", "fsdp+tp"])
 def test_convert(ranks: Ranks, kind: str) -> None:
     assert ranks.values(converts, kind) == [[]] * 4
+
+
+def converts_differently(options: dict[str, Any]) -> tuple[str, str, bool, torch.dtype]:
+    """The error of a conversion to bfloat16 for which one rank has other options, and what the model is then."""
+    net, is_other = models.sharded("fsdp", seed=2), dist.get_rank() == 2
+    before = fingerprint(net)
+    kind, text = error_of(lambda: ms.convert(net, **(options if is_other else {"dtype": torch.bfloat16})))
+    is_same = fingerprint(net) == before
+    ms.convert(net, "bf16" if is_other else torch.bfloat16)
+    return kind, text, is_same, net.head.weight.dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"dtype": torch.float16}, "DistributedError", r"ranks 0-1, 3: dtype=torch.bfloat16, .*ranks 2: .*float16"),
+        ({"dtype": "nope"}, "OptionError", "dtype= must be"),
+        ({"dtypes": "bf16"}, "OptionError", "no argument dtypes="),
+    ],
+)
+def test_a_conversion_that_differs_on_one_rank(ranks: Ranks, options: dict[str, Any], kind: str, text: str) -> None:
+    for found_kind, found, *rest in ranks.values(converts_differently, options, timeout=60):
+        assert found_kind == kind
+        assert re.search(text, found)
+        assert rest == [True, torch.bfloat16]
+
+
+def converts_with_an_interrupt() -> torch.dtype:
+    """The dtype of a model after a conversion at whose commit one rank is interrupted."""
+    net, commit = models.sharded("fsdp", seed=2), Conversion.commit
+
+    def interrupted(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        commit(*arguments)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGUSR2, interrupt)
+    is_interrupted = dist.get_rank() == 1
+    with (
+        mock.patch.object(Conversion, "commit", interrupted if is_interrupted else commit),
+        pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext(),
+    ):
+        ms.convert(net, torch.bfloat16)
+    return net.head.weight.dtype
+
+
+def test_an_interrupt_at_the_commit_of_a_conversion(ranks: Ranks) -> None:
+    assert ranks.values(converts_with_an_interrupt, timeout=60) == [torch.bfloat16] * 4
 
 
 def keeps_references(kind: str) -> list[str]:

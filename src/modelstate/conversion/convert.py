@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,12 +15,13 @@ from torch import nn
 from modelstate.arguments import check_flag, check_integer, checked_call, invalid_option
 from modelstate.conversion.conversion import Conversion, running_conversion
 from modelstate.conversion.tensors import Target, by_function, cast_and_move
+from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_of
 from modelstate.errors import MemoryBudgetError, ModelCodeError, OptionError, code_errors
 from modelstate.forks import fork_safe_lock
 from modelstate.planning.options import check_model, device_of, is_device
 from modelstate.planning.plan import LoadReport
 from modelstate.planning.transfer import COPYABLE
-from modelstate.process import gc_paused
+from modelstate.process import deferred_signals, gc_paused
 from modelstate.torch_compat.dtypes import dtype_named, floating_dtype
 from modelstate.torch_compat.modules import MethodOverride, Overrides, is_cast_of_torch, modules_of, tensors_of
 from modelstate.torch_compat.plain import is_fake
@@ -27,8 +29,17 @@ from modelstate.torch_compat.private import is_faking, is_transforming, stock_ap
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.transaction.transaction import Transaction, exclusive
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-@checked_call("ms.convert")
+
+def _before_call(*args: object, **options: object) -> AbstractContextManager[object]:
+    from modelstate.loading.collective import before_call  # only a wrong call needs it
+
+    return before_call("modelstate.convert")(*args, **options)
+
+
+@checked_call("ms.convert", within=_before_call)
 def convert(
     model: nn.Module,
     dtype: torch.dtype | str | None = None,
@@ -38,6 +49,8 @@ def convert(
     optimizers: Iterable[torch.optim.Optimizer] = (),
     empty: bool = False,
     max_memory_bytes: int | None = None,
+    process_group: ProcessGroup | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Converts the parameters and buffers of a model, and keeps them the same objects: all of them, or none.
 
@@ -45,7 +58,8 @@ def convert(
     function of tensors does. Every parameter and buffer stays the same object, so that optimizers, ties, hooks and
     weak references still have the live one. `requires_grad`, gradients (converted too), attributes and memory formats
     are kept, and tensors that share memory still share it. New tensors are made and checked before the first one is
-    put in place; on any error the model is bit for bit as before.
+    put in place; on any error the model is bit for bit as before. The ranks of a model with DTensors convert it
+    together: all of them, or none.
 
     Args:
         model: The model; with everything below it.
@@ -61,6 +75,8 @@ def convert(
         empty: Gives memory without values, as `to_empty` does.
         max_memory_bytes: The most memory to use on top of the model's own. Casts on the CPU free the old tensors one
             by one as they go; for a device or a function, all new tensors are made beside the old ones.
+        process_group: The ranks that convert together, where the model has DTensors; None for the ranks of their mesh.
+        timeout_seconds: How long a rank waits for the others.
 
     Returns:
         A report with a step for each tensor.
@@ -73,6 +89,8 @@ def convert(
             convert it.
         MemoryBudgetError: The conversion takes more than `max_memory_bytes`, or more than a device or the system has.
         ModelCodeError: An `_apply` of the model's own raised.
+        DistributedError: The ranks convert to different dtypes, or give other different arguments.
+        RankLostError: A rank has not taken part within `timeout_seconds`.
 
     Examples:
         >>> report = modelstate.convert(model, torch.bfloat16, optimizers=[optimizer])
@@ -80,25 +98,41 @@ def convert(
         ()
     """
     started = time.perf_counter()
-    model = check_model(model)
-    check_integer("max_memory_bytes", max_memory_bytes, least=0, accepts_none=True)
-    checked = check_optimizers(optimizers, model)
-    target = _target(dtype, device, transform, empty)
-    with _memory_errors(), exclusive(model), gc_paused(), Transaction(model) as transaction:
-        others = other_optimizers(modules_of(model), checked)
-        before = placed((*checked, *others))
-        conversion = Conversion(transaction, target, max_memory_bytes)
-        if conversion.runs_own_apply:
-            what = "the model's own _apply raised; nothing has been changed"
-            where = type(conversion.root).__name__
-            with replaced_apply(), code_errors(ModelCodeError, what, where=where), _memory_errors():
+    given = model if isinstance(model, nn.Module) else ()
+    agreement = agreement_of(given, process_group, timeout_seconds, "modelstate.convert")
+    with agreement.before("planning"):
+        model = check_model(model)
+        check_integer("max_memory_bytes", max_memory_bytes, least=0, accepts_none=True)
+        checked = check_optimizers(optimizers, model)
+        target = _target(dtype, device, transform, empty)
+
+    def arguments() -> list[Digest]:
+        from modelstate.loading.collective import text_of  # a conversion on one rank does not need it
+
+        to, to_device = dtype_named(dtype) if isinstance(dtype, str) else dtype, device_of(device)
+        kind = None if to_device is None else to_device.type  # each rank has a device of its own
+        text = f"dtype={to}, device={kind}, transform={text_of(transform)}, {empty=}"
+        return [Digest.of("the arguments", text, [text])]
+
+    with agreement.collective(), exclusive(model), gc_paused(), Transaction(model) as transaction, ExitStack() as held:
+        with agreement.phase("planning", arguments, decides=True), _memory_errors():
+            others = other_optimizers(modules_of(model), checked)
+            before = placed((*checked, *others))
+            conversion = Conversion(transaction, target, max_memory_bytes)
+            if conversion.runs_own_apply:
+                what = "the model's own _apply raised; nothing has been changed"
+                where = type(conversion.root).__name__
+                with replaced_apply(), code_errors(ModelCodeError, what, where=where), _memory_errors():
+                    conversion.record()
+            else:
                 conversion.record()
-        else:
-            conversion.record()
-        finals = conversion.finals() if before else {}
-        state = following_state(checked, finals, before, conversion.spend)
-        behind = left_behind(others, finals, before)
-        conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
+            finals = conversion.finals() if before else {}
+            state = following_state(checked, finals, before, conversion.spend)
+            behind = left_behind(others, finals, before)
+            if agreement.is_collective:  # a rank that is interrupted behind the vote would not commit, and others would
+                held.enter_context(deferred_signals())
+        with agreement.phase("the commit", effect="all other ranks have converted"), _memory_errors():
+            conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
         report = LoadReport(
             target=type(conversion.root).__name__,
             source="",
