@@ -132,7 +132,7 @@ def by_function(function: Callable[..., object], then: Target | None, casts: boo
                 f"the function returned {'its own input' if new is tensor else 'no tensor'}; nothing has been changed",
                 where=name,
                 expected="a new tensor, or modelstate.conversion.UNCHANGED for one that is to stay as it is",
-                found=short_repr(new),
+                found="" if new is tensor else short_repr(new),
                 remedy="let it return one of these for every name that it is called with",
             )
         return new
