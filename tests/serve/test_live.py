@@ -42,6 +42,14 @@ def test_new_weights_serve(kind: str, tmp_path: Path) -> None:
     assert [event.version for event in live.history()] == [1, 2, 3, 4, 5]
 
 
+def test_why_a_swap_maps_no_file(tmp_path: Path) -> None:
+    """A swap has no `map=`: its note names the call that has it."""
+    torch.save(linear(2).state_dict(), tmp_path / "two.pt")
+    (note,) = ms.Live(linear(1)).swap(tmp_path / "two.pt").notes
+    assert note.startswith("two.pt: read into memory, not mapped")
+    assert note.endswith("; ms.load(map=True) maps it all the same")
+
+
 @every_kind
 def test_nothing_of_the_source_is_kept(kind: str, tmp_path: Path) -> None:
     """Neither tensors that are trained on nor a file that is overwritten in place reach what serves."""

@@ -266,7 +266,7 @@ _mapped = weakref.WeakSet[mmap.mmap]()
 UNALIGNED = "read into memory, not mapped: its elements are not at multiples of their size, as memory needs them"
 _REFUSED = "its file system has no maps, or the system refuses them"
 _TOO_MANY = "a quarter of the file descriptors that this process may have (ulimit -n) hold maps already"
-_MAPS_IT = "map=True, in Python, maps it all the same"
+_MAPS_IT = "ms.load(map=True) maps it all the same"
 _NO_MAPS = (errno.ENODEV, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 """The errors of a file system that has no maps, and of a system that does not permit them."""
 _WRITABLE = 0o222
