@@ -219,6 +219,18 @@ def test_names_that_may_all_have_moved_are_not_matched() -> None:
     assert "moved by one" in str(found)
 
 
+def test_a_name_behind_a_prefix_tells_tensors_of_one_shape_apart() -> None:
+    names = {f"layers.{layer}.mlp.{name}": (4, 4) for layer in (0, 1) for name in ("w1", "w2")}
+    found = ms.suggest(
+        tree({f"{name}.weight": shape for name, shape in names.items()}),
+        values({f"module.{name.replace('w2', 'c_proj')}.weight": shape for name, shape in names.items()}),
+    )
+    assert (found.explained, found.ambiguous) == (4, ())
+    renamed = renaming(found.accept_guesses())
+    assert renamed("module.layers.1.mlp.w1.weight") == "layers.1.mlp.w1.weight"
+    assert renamed("module.layers.1.mlp.c_proj.weight") == "layers.1.mlp.w2.weight"
+
+
 def test_not_a_model() -> None:
     with pytest.raises(ms.errors.OptionError):
         ms.suggest({"a": 1}, {})  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"(\d+)(?![^\W_])")
 """A number that is a part of a name, or the end of a word in it: not the 2 of 2d."""
 _MARGIN = 0.25
 """The least lead of the best score over the others."""
-_SAME_OWNER, _SAME_PARENT = 2.0, 0.75
+_SAME_OWNER, _SAME_PARENT, _SAME_END = 2.0, 0.75, 1.0
 _MOST_CANDIDATES = 20_000
 PASSES = (2, 1, 0)
 """How many of the numbers of a name may vary within a kind."""
@@ -253,10 +253,11 @@ class Matches(msgspec.Struct):
         self.links += product(here, there)
 
     def score(self, source: Kind, target: Kind) -> float:
-        """Returns how much speaks for a pair: what both names state, and matches of tensors beside it."""
+        """Returns how much speaks for a pair: what both names state, their ends, and matches of tensors beside it."""
         first, second = source.first, target.first
         score = len(source.facts & target.facts) + _SAME_PARENT * ((first.parent, second.parent) in self.beside)
-        return score + _SAME_OWNER * ((first.owner, second.owner) in self.beside)
+        score += _SAME_OWNER * ((first.owner, second.owner) in self.beside)
+        return score + _SAME_END * _is_end(source, target)
 
 
 def match(sources: Sequence[Leaf], targets: Sequence[Leaf], ties: Mapping[str, Sequence[str]]) -> Matches:
@@ -408,6 +409,11 @@ def exclude(source: Kind, target: Kind) -> bool:
     return not (source.varied or target.varied) and [] not in layers and layers[0] != layers[1]
 
 
+def _is_end(first: Kind, second: Kind) -> bool:
+    """Whether one of two names is the end of the other one."""
+    return any(f".{text}".endswith(f".{end}") for text, end in permutations((first.text, second.text)))
+
+
 def _may_have_moved(source: Kind, target: Kind, pairs: Mapping[str, str]) -> bool:
     """Whether all names may be shifted: if "a.a.w" and "a.w" match "a.w" and "w", the equal names may be wrong."""
     shorter, longer = sorted((source.first.name, target.first.name), key=len)
@@ -507,8 +513,7 @@ def _find_guesses(matches: Matches, is_whole: bool) -> None:
         ):
             return False
         is_placed = any(fact[0] == "#" for fact in common)
-        is_end = any(f".{text}".endswith(f".{end}") for text, end in permutations((source.text, target.text)))
-        is_named = bool(_own(source) & common and _own(target) & common) or is_end
+        is_named = bool(_own(source) & common and _own(target) & common) or _is_end(source, target)
         is_left = is_whole and (is_placed or (is_only_one(0, source) and is_only_one(1, target)))
         return (is_named or is_left) and not any(
             has_rival(at, kind, facts)
