@@ -273,7 +273,7 @@ class RemoteFile:
             return TruncatedFileError(
                 "the file is empty",
                 where=self.path,
-                found="0 bytes",
+                found=failure.found,
                 remedy="its writer was stopped: take an older one, or copy it again",
             )
         if self._pinned is not None:
