@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from itertools import pairwise, product
+from operator import add
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
@@ -432,8 +433,9 @@ class TensorColumns(msgspec.Struct, frozen=True, dict=True):
     @cached_attribute
     def extents(self) -> list[ByteRange]:
         """The ranges in the order of the files, where ranges that adjoin or are equal are one."""
-        if len(self.nbytes) == 1:
-            return self.ranges()
+        ends = [*map(add, self.starts, self.nbytes)]
+        if ends[:-1] == [*self.starts[1:]] and len({*self.paths}) == 1:  # a whole file, in its order
+            return [ByteRange(self.paths[0], self.starts[0], ends[-1] - self.starts[0])]
         import numpy as np
 
         numbers = dict[str, int]()

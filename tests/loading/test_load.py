@@ -443,3 +443,15 @@ def test_names_are_the_models_whoever_loads() -> None:
     wrong = {**state, "1.x.weight": torch.ones(3, 3)}
     found = ms.plan(module, wrong)
     assert [one.name for one in found.problems] == ["1.x.weight"]
+
+
+def test_a_tie_that_the_file_has_under_its_second_name(tmp_path: Path) -> None:
+    source, model = Tied(), Tied()
+    state = {name: value.clone() for name, value in source.state_dict().items() if name != "embed.weight"}
+    save_file(state, tmp_path / "m.safetensors")
+    report = ms.load(model, tmp_path / "m.safetensors")
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, source.embed.weight)
+    ties = {step.name: step.ties for step in report.steps}
+    assert list(ties) == [name for name in model.state_dict() if name not in ("embed.weight", "body.same")]
+    assert (ties["head.weight"], ties["mask"], ties["count"]) == (("embed.weight",), ("body.same",), ())

@@ -48,7 +48,7 @@ from modelstate.planning.transfer import Execution, Way
 from modelstate.problems import glob_patterns, plan_error
 from modelstate.process import deferred_signals, gc_paused, progress_bar, stopped_by
 from modelstate.text_format import count, listed
-from modelstate.torch_compat.modules import needs_protocol
+from modelstate.torch_compat.modules import modules_of, needs_protocol
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
@@ -376,7 +376,7 @@ def prepare(
     """
     with kept_open() as opened, nullcontext() if call_extra_state else torch.random.fork_rng(devices=[]):
         if "torch.distributed.fsdp" in sys.modules:
-            reshard(transaction.root)
+            reshard(modules_of(transaction.root))  # `modules` of torch takes several times as long
         view = ModelSchemaView(transaction.root, slots_of(transaction.root))
         if isinstance(source, LoadPlan):
             matched = source.binding.matched
@@ -422,6 +422,8 @@ def _record(planner: Planner) -> None:
         with code_errors(ModelCodeError, what, where=target) if common else nullcontext():
             for name in common:
                 planner.tensor(name, slots.by_name[name].tensor, planner.incoming.value(name), None, outcome.errors)
+        # Another name of the tensor may have filled it.
+        outcome.missing = [name for name in missing if id(slots.by_name[name].tensor) not in planner.filled]
     planner.notes += [f"{type(module).__name__}: its own load_state_dict was called" for module in outcome.called]
     options, is_filled = planner.options, len(planner.filled) == len(slots.tensors)
     has_code = transaction.armed or planner.changes_dtypes or options.transform or matched.rules

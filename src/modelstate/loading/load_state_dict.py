@@ -69,7 +69,7 @@ def load_state_dict(
     check_model(model)
     versions = getattr(state_dict, "_metadata", None)
     with exclusive(model), Transaction(model) as transaction:
-        reshard(model)
+        reshard(model.modules())
         sink = _TorchSink(transaction)
         with gc_paused():
             slots = slots_of(model)

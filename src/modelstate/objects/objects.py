@@ -185,7 +185,7 @@ def tensors_within(objects: object, reshards: bool = False) -> Iterator[torch.Te
         value = stack.pop()
         if isinstance(value, nn.Module):
             if reshards:
-                reshard(value)
+                reshard(value.modules())
             yield from tensors_of(modules_within(value))
         elif isinstance(value, torch.Tensor):
             yield value

@@ -6,7 +6,7 @@ value; the value is checked; its way is chosen; then `coverage` accounts for eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import cycle, repeat
 
@@ -153,7 +153,7 @@ class Planner:
             tensors = StoredTensors.of(runs)
         if tensors is None:
             return ()
-        transfers = plain_transfers(self.slots.tensors, tensors, options, lambda: self.incoming.maps)
+        transfers = plain_transfers(self.slots, entries.keys(), tensors, options, lambda: self.incoming.maps)
         self.executions += map(Execution, transfers)
         # Other names of the same bytes are not mapped.
         has_shared_bytes = len({*tensors.rows.values()}) < len(tensors.rows)
@@ -162,6 +162,9 @@ class Planner:
             self.filled.update(dict.fromkeys(map(id, item.params)))
             if has_shared_bytes and item.way is Way.MAP:
                 self._mapped_storages.update(tensors[name].storage for name in item.names)
+        for slot in self.slots.tied:
+            if id(slot.tensor) in self.filled:
+                self.used.update(name for name in slot.names if name in tensors)
         return self.used
 
     @property
@@ -414,7 +417,7 @@ class Planner:
         It holds no tensor.
         """
         makers = [self._steps_of(item.transfers) for item in self.executions]
-        names = [*self.slots.by_name] if self.executions[1:] else []
+        names = [*self.slots.by_name] if self.executions[1:] or self.slots.tied else []
         passed = Way.CODE, "passed to set_extra_state"
         extra = [Step(name, EXTRA, self.source_of(name), *passed) for name in self.extra_states]
 
@@ -429,11 +432,13 @@ class Planner:
         """Returns a function that makes the step of each row. It holds no tensor."""
         own, columns, entries = item.own, item.columns, self.matched.applied.entries
         names, kinds, dtypes, device, way, why = item.names, item.kinds, item.dtypes, item.device, item.way, item.why
-        shapes, stored, nbytes, ties, shard = columns.shapes, columns.dtype_names, columns.nbytes, tuple[str, ...](), ""
+        shapes, stored, nbytes, shard = columns.shapes, columns.dtype_names, columns.nbytes, ""
+        tied = {name: slot.names for slot in self.slots.tied for name in slot.names}
+        ties: Iterable[tuple[str, ...]] = repeat(())
+        if tied:
+            ties = [tuple(other for other in tied.get(name, ()) if other != name) for name in names]
         if own is not None:
             shapes, nbytes = [item.slot_tensors[0].shape], [item.nbytes]
-            slot = self.slots.by_name.get(item.name)
-            ties = () if slot is None else tuple(name for name in slot.names if name != item.name)
             shard = "" if own.sharded is None else str(own.sharded.shard)
         sources, rules = names, [tuple[str, ...]()]
         # An entry of stored tensors is created when it is accessed, and has the name in the model.
@@ -445,7 +450,7 @@ class Planner:
         def make() -> list[Step]:
             before = names, kinds, sources, repeat(way), repeat(why), map(torch.Size, shapes), dtypes
             in_file = map(partial(getattr, torch), stored), repeat(device), nbytes
-            return [*map(Step, *before, *in_file, repeat(ties), cycle(rules), repeat(shard))]
+            return [*map(Step, *before, *in_file, ties, cycle(rules), repeat(shard))]
 
         return make
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from enum import IntEnum, StrEnum
 
 import msgspec
@@ -33,7 +33,7 @@ from modelstate.spec import ByteRange, Combined, Described, Runs, StoredTensor, 
 from modelstate.torch_compat.dtypes import cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id
-from modelstate.transaction.slots import HIDDEN, Slot, sharing
+from modelstate.transaction.slots import HIDDEN, Slot, Slots, sharing
 
 _CPU = torch.device("cpu")
 _DTYPE_NAMES = (
@@ -483,15 +483,17 @@ _Row = tuple[Slot, int, torch.dtype]
 
 
 def plain_transfers(
-    slots: Iterable[Slot], tensors: StoredTensors, options: LoadOptions, maps_of_load: Callable[[], Maps]
+    slots: Slots, given: KeysView[str], tensors: StoredTensors, options: LoadOptions, maps_of_load: Callable[[], Maps]
 ) -> list[Transfers]:
     """Returns the transfers of the slots that get the tensor of their name in a way that cannot fail.
 
-    A slot whose memory overlaps that of another one is left out. No two slots map the same bytes.
+    A tied slot is among them where all its names that have a value have the same one. A slot whose memory overlaps that
+    of another one is left out. No two slots map the same bytes.
 
     Args:
-        slots: All slots of a model.
-        tensors: The values, by the names of the model.
+        slots: The slots of the model.
+        given: The names of all values, in the model.
+        tensors: The values that are tensors in files, by these names.
         options: The options of the load.
         maps_of_load: Returns what maps values, where a slot may be a map.
     """
@@ -502,12 +504,14 @@ def plain_transfers(
     kinds = dict[_Kind, tuple[list[_Row], torch.dtype, bool] | None]()
     """The rows of the group, the dtype after the load, and whether they are maps, for slots that go the same way."""
     with_memory, mapped = list[torch.Tensor](), set[int]()
-    for slot in slots:
+    for slot in slots.tensors:
         names, slot_kind, param = slot
         row, is_meta, known = rows.get(names[0]), param.is_meta, None
+        if len(names) > 1:
+            of_tie = {rows.get(name) for name in names if name in given}
+            row = of_tie.pop() if len(of_tie) == 1 and slots.left_out.isdisjoint(names) else None
         if (
             row is not None
-            and len(names) == 1
             and slot_kind != HIDDEN
             and type(param) in _PLAIN_CLASSES
             and param.layout is torch.strided
@@ -544,7 +548,8 @@ def plain_transfers(
         if of_group := [row for row in of_group if id(row[0].tensor) not in shared] if shared else of_group:
             of_slots, indices, dtypes = map(list, zip(*of_group, strict=True))
             of_names, of_kinds, params = map(list, zip(*of_slots, strict=True))
-            before, values = ([name for (name,) in of_names], of_kinds, params), columns.selected(indices)
+            firsts = [names[0] if names[0] in rows else next(filter(rows.__contains__, names)) for names in of_names]
+            before, values = (firsts, of_kinds, params), columns.selected(indices)
             sink, maps = Sink.BLOCKS if in_blocks else Sink.MEMORY, maps_of_load() if way is Way.MAP else None
             found.append(Transfers(*before, dtypes, device, way, why, maps, None, values, sink, sum(values.nbytes)))
     return found

@@ -128,7 +128,7 @@ def encode_objects(
     with agreement.phase("capturing the state"):
         for target in targets.values():
             if agreement.is_collective and target.kind is Kind.MODULE:
-                reshard(target.obj)
+                reshard(target.obj.modules())
         parts = capture(targets)
     if agreement.is_collective:
         parts = gathered(parts, agreement)

@@ -128,7 +128,7 @@ def needs_protocol(modules: Mapping[str, torch.nn.Module], names: Collection[obj
     if asks or not {str}.issuperset(map(type, names)):
         return True
     tables = (table for module in modules.values() for table in (module._parameters, module._buffers, module._modules))
-    if any("." in name for table in tables for name in table.keys()):  # noqa: SIM118  (TorchScript's)
+    if any("." in "".join(table.keys()) for table in tables if table):
         return True
     one_of_each = {type(module): module for module in modules.values()}
     if any(cls.set_extra_state is not torch.nn.Module.set_extra_state for cls in one_of_each):

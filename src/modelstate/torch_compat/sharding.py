@@ -315,9 +315,9 @@ _OF_FSDP_PARAM = ("sharded_param", "_sharded_param_data", "_sharding_spec")
 """The attributes that FSDP2 sets when its parameters get other memory."""
 
 
-def reshard(model: torch.nn.Module) -> None:
+def reshard(modules: Iterable[torch.nn.Module]) -> None:
     """Has modules of FSDP2 show their sharded parameters, and not those that a forward pass has gathered."""
-    for group in _fsdp_groups(model.modules()):
+    for group in _fsdp_groups(modules):
         group._to_sharded()
 
 

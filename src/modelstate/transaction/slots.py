@@ -56,6 +56,8 @@ class Slots(msgspec.Struct, frozen=True):
     """Names that are registered with None."""
     lazy: frozenset[str]
     """The lazy buffers among `empty`, which a load may set."""
+    tied: tuple[Slot, ...]
+    """Those with several names."""
     extra: tuple[str, ...]
     """Names of the extra state of modules that override `set_extra_state`."""
     modules: dict[str, nn.Module]
@@ -102,9 +104,9 @@ def slots_of(root: nn.Module) -> Slots:
     for key, names in tied.items():
         found[key] = slot = found[key]._replace(names=tuple(names))
         by_name.update(dict.fromkeys(names, slot))
-    return Slots(
-        tuple(found.values()), by_name, frozenset(left_out), frozenset(empty), frozenset(lazy), tuple(extra), modules
-    )
+    several = tuple(map(found.__getitem__, tied))
+    sets = frozenset(left_out), frozenset(empty), frozenset(lazy)
+    return Slots(tuple(found.values()), by_name, *sets, several, tuple(extra), modules)
 
 
 def compare_names(
