@@ -215,6 +215,18 @@ def test_every_bit_pattern(tmp_path: Path, name: str) -> None:
     assert store.open("model")["x"].kind == "patched 2 times"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8])
+def test_a_single_element_of_any_stride(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("one", torch.arange(3).to(dtype)[1::2])
+    model.register_buffer("none", torch.empty(0, 3, dtype=dtype))
+    with ms.Store(tmp_path, delta=ms.Delta()) as store:
+        for step in range(3):
+            store.save(step, {"model": model})
+            assert torch.equal(store.open("model").tensor("one"), model.one)
+            model.one += 1
+
+
 def test_publishing_in_another_dtype(tmp_path: Path) -> None:
     store, model = ms.Store(tmp_path, delta=ms.Delta(dtype="bfloat16")), Model()
     model.register_buffer("floats", torch.randn(8, dtype=torch.float64))

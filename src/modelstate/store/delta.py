@@ -11,6 +11,7 @@ other, even where the model was changed meanwhile, or another process has writte
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -311,8 +312,7 @@ class ModuleDeltas:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.inference_mode(False), torch.no_grad():
-        target.view(torch.uint8).copy_(source.view(torch.uint8))
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
 
 
 def _digest(tensor: torch.Tensor) -> str:
