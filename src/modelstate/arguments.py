@@ -188,18 +188,11 @@ def checked_call(
             kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
             if kind in ("bool", "bool | None"):
                 flags[name] = kind != "bool"
-        positional = [each for each in named if each.kind is each.POSITIONAL_OR_KEYWORD]
-        by_keyword = {each.name for each in named if each.kind is each.KEYWORD_ONLY and each.default is not each.empty}
-        usual_counts = range(sum(each.default is each.empty for each in positional), len(positional) + 1)
-        binds_all = len(parameters) > len(positional) + len(by_keyword) or not flags.keys() <= by_keyword
 
         @wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             try:
-                given: Mapping[str, object] = kwargs
-                # To bind the arguments takes as long as some checks of a load.
-                if binds_all or len(args) not in usual_counts or not kwargs.keys() <= by_keyword:
-                    given = signature.bind(*args, **kwargs).arguments
+                given = signature.bind(*args, **kwargs).arguments
                 for name, accepts_none in flags.items():
                     if name in given:
                         check_flag(name, given[name], accepts_none=accepts_none)

@@ -453,5 +453,9 @@ def test_a_tie_that_the_file_has_under_its_second_name(tmp_path: Path) -> None:
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.embed.weight, source.embed.weight)
     ties = {step.name: step.ties for step in report.steps}
+    layers = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(3)])
+    layers[2].weight = layers[0].weight  # all values go the same way, and the tied one is not the first of them
+    save_file({"1.weight": torch.ones(3, 3), "2.weight": torch.zeros(3, 3)}, tmp_path / "layers.safetensors")
+    assert [step.name for step in ms.load(layers, tmp_path / "layers.safetensors").steps] == ["1.weight", "2.weight"]
     assert list(ties) == [name for name in model.state_dict() if name not in ("embed.weight", "body.same")]
     assert (ties["head.weight"], ties["mask"], ties["count"]) == (("embed.weight",), ("body.same",), ())

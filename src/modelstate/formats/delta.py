@@ -87,7 +87,7 @@ def advance(copy: torch.Tensor, values: torch.Tensor, most_bytes: int) -> Differ
     """
     if values.dtype.itemsize not in _INTEGERS:
         return None
-    old, new = bits(copy), bits(values)
+    old, new = _bits(copy), _bits(values)
     frames, blocks, changed, left = list[bytes](), list[tuple[int, int]](), 0, most_bytes - _NUMEL_BYTES
     for first in range(0, len(new), BLOCK_ELEMENTS):
         found = _advanced(old[first : first + BLOCK_ELEMENTS], new[first : first + BLOCK_ELEMENTS])
@@ -156,7 +156,7 @@ class Adder:
 
         Raises `DamagedFileError` for a block that cannot be decoded; others may be changed.
         """
-        elements, last = bits(out), first + out.numel()
+        elements, last = _bits(out), first + out.numel()
         begins = [directory.frames(first, last)[0] for directory in self._directories]
         numel = max((directory.numel for directory in self._directories), default=0)
         for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)):
@@ -284,7 +284,7 @@ def _most_entries(directories: Sequence[Directory]) -> int:
     return min(max(_ENTRIES_AT_ONCE, most), sum(int(each.sum()) for each in entries))
 
 
-def bits(tensor: torch.Tensor) -> Bits:
+def _bits(tensor: torch.Tensor) -> Bits:
     """Returns the bits of a contiguous tensor of the CPU, which the caller keeps alive.
 
     It calls torch once: between blocks that fill the caches, calls of torch take 5 to 20 times as long as elsewhere.

@@ -433,10 +433,10 @@ class Planner:
         own, columns, entries = item.own, item.columns, self.matched.applied.entries
         names, kinds, dtypes, device, way, why = item.names, item.kinds, item.dtypes, item.device, item.way, item.why
         shapes, stored, nbytes, shard = columns.shapes, columns.dtype_names, columns.nbytes, ""
-        tied = {name: slot.names for slot in self.slots.tied for name in slot.names}
         ties: Iterable[tuple[str, ...]] = repeat(())
-        if tied:
-            ties = [tuple(other for other in tied.get(name, ()) if other != name) for name in names]
+        if self.slots.tied:
+            slots = [(name, self.slots.by_name.get(name)) for name in names]
+            ties = [tuple(other for other in slot.names if other != name) if slot else () for name, slot in slots]
         if own is not None:
             shapes, nbytes = [item.slot_tensors[0].shape], [item.nbytes]
             shard = "" if own.sharded is None else str(own.sharded.shard)
