@@ -17,7 +17,7 @@ from modelstate.errors import DamagedFileError
 from modelstate.formats.delta import BLOCK_ELEMENTS, advance, apply, check, patched, zstd
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import read_tensor
-from modelstate.spec import Blocks, StoredTensor, block_elements
+from modelstate.spec import Blocks, StoredTensor
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.float16, torch.bfloat16),
@@ -162,7 +162,7 @@ def test_a_chain_of_patches_is_read_as_one_tensor(long: tuple[torch.Tensor, ...]
                 assert same_bits(read(part), tensors[count][rows])
             assert isinstance(stored.build, Blocks)
             # Each block of a payload is decoded once.
-            assert not block_elements((LONG,), stored.build.unit) % BLOCK_ELEMENTS
+            assert not stored.build.unit % BLOCK_ELEMENTS
 
 
 def payload_of(numel: int, plain: bytes, entries: int, frame: bytes | None = None) -> torch.Tensor:

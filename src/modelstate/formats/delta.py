@@ -29,8 +29,7 @@ else:
     from backports import zstd
 
 BLOCK_ELEMENTS = 1 << 21
-"""The elements of a block, which a thread computes at once. The threads of Python wait for each other between calls of
-NumPy: with smaller blocks, two threads were measured to be no faster than one."""
+"""The elements of a block."""
 
 Bits: TypeAlias = "NDArray[np.signedinteger]"
 """The bits of elements, as integers of their size."""
@@ -40,8 +39,9 @@ _INTEGERS: dict[int, np.dtype[np.signedinteger]] = {size: np.dtype(f"<i{size}") 
 """By the size of an element in bytes."""
 _SEARCHED_BYTES = 1 << 20
 """The bytes in which changes are searched at once: they fit into the cache of a processor."""
-_ENTRIES_AT_ONCE = 1 << 16
-"""Those of several frames are added together, up to so many."""
+_BLOCKS_AT_ONCE, _ENTRIES_AT_ONCE = 4, 1 << 17
+"""A thread reads so many blocks at once, and adds the entries of several frames together, up to so many: threads of
+Python wait for each other between calls of NumPy, so that two were no faster than one with shorter calls."""
 _NUMEL_BYTES, _ENTRY_BYTES = 8, 8
 """The directory is the number of elements, and an entry for each block."""
 _OPTIONS: dict[int, int] = {
@@ -131,23 +131,21 @@ def apply(payload: torch.Tensor, out: torch.Tensor, first: int) -> None:
 class Adder:
     """Adds the differences of payloads to elements of a tensor. Their order makes no difference.
 
-    The entries of several frames are computed together: a call of NumPy takes as long as a thousand entries.
-
     Args:
         directories: Those of the payloads.
         dtype: The dtype of the elements.
-        allocate: Allocates memory for entries: `scratch_bytes` in all.
+        allocate: Allocates memory: `scratch_bytes` in all.
     """
 
     def __init__(self, directories: Sequence[Directory], dtype: torch.dtype, allocate: Allocate) -> None:
-        self._directories, entries = directories, (_most_entries(directories),)
-        self._positions = allocate(entries, torch.int64).numpy()
-        self._differences = allocate(entries, getattr(torch, _INTEGERS[dtype.itemsize].name)).numpy()
+        self._directories, entries = directories, _most_entries(directories)
+        self._steps, self._positions = allocate((2, entries), torch.int64).numpy()
+        self._differences = allocate((entries,), getattr(torch, _INTEGERS[dtype.itemsize].name)).numpy()
 
     @staticmethod
     def scratch_bytes(directories: Sequence[Directory], itemsize: int) -> int:
         """Returns the memory that adding takes, with that of frames that are decompressed."""
-        return _most_entries(directories) * (19 + 3 * itemsize)
+        return _most_entries(directories) * (27 + 3 * itemsize)
 
     def add(self, frames: Sequence[torch.Tensor], out: torch.Tensor, first: int) -> None:
         """Adds the differences to `out`: flat elements, from the element with the index `first` on.
@@ -157,49 +155,57 @@ class Adder:
         Raises `DamagedFileError` for a block that cannot be decoded; others may be changed.
         """
         elements, last = _bits(out), first + out.numel()
+        memory = [memory_at(data.data_ptr(), data.nbytes) for data in frames]
         begins = [directory.frames(first, last)[0] for directory in self._directories]
-        numel = max((directory.numel for directory in self._directories), default=0)
+        of_bits: dict[int, list[_Frame]] = {8: [], 12: []}
         for block in range(first // BLOCK_ELEMENTS, -(-last // BLOCK_ELEMENTS)):
-            indices = range(block * BLOCK_ELEMENTS - first, min((block + 1) * BLOCK_ELEMENTS, numel) - first)
-            of_block: dict[int, list[_Frame]] = {8: [], 12: []}
-            for directory, data, begin in zip(self._directories, frames, begins, strict=True):
+            start = block * BLOCK_ELEMENTS
+            for directory, data, begin in zip(self._directories, memory, begins, strict=True):
                 nbytes, entries = directory.blocks[block].tolist() if len(data) else (0, 0)
                 if nbytes:
-                    at = int(directory.starts[block]) - begin
-                    frame = _Frame(memory_at(data.data_ptr(), data.nbytes)[at : at + nbytes], entries)
-                    of_block[_step_bits(entries, len(indices))].append(frame)
-            for step_bits, group in of_block.items():
-                most = max((frame.entries for frame in group), default=0)
-                at_once = max(_ENTRIES_AT_ONCE // max(most, 1), 1)
-                for number in range(0, len(group), at_once):
-                    self._add(group[number : number + at_once], step_bits, elements, indices)
+                    at, length = int(directory.starts[block]) - begin, min(BLOCK_ELEMENTS, directory.numel - start)
+                    frame = _Frame(data[at : at + nbytes], entries, start - first, length)
+                    of_bits[_step_bits(entries, length)].append(frame)
+        for step_bits, waiting in of_bits.items():
+            together, room = list[_Frame](), len(self._positions)
+            for frame in waiting:
+                if frame.entries > room:
+                    self._add(together, step_bits, elements)
+                    together, room = [], len(self._positions)
+                together.append(frame)
+                room -= frame.entries
+            if together:
+                self._add(together, step_bits, elements)
 
-    def _add(self, frames: Sequence[_Frame], step_bits: int, elements: Bits, indices: range) -> None:
-        """Adds the differences of a block with these indices in `elements`, which may have a part of it."""
+    def _add(self, frames: Sequence[_Frame], step_bits: int, elements: Bits) -> None:
+        """Adds the differences of frames to elements."""
         streams = [frame.streams(elements.itemsize) for frame in frames]
         low, high, whole = streams[0] if len(streams) == 1 else map(np.concatenate, zip(*streams, strict=True))
-        steps, small = low, high.view(np.int8)
+        count, small = len(low), high.view(np.int8)
+        steps, positions, differences = self._steps[:count], self._positions[:count], self._differences[:count]
         if step_bits > 8:
-            steps = low.astype(np.int16)
-            steps += (small & 15).astype(np.int16) << 8
+            low = low.astype(np.int16)
+            low += (small & 15).astype(np.int16) << 8
             small = small >> 4
-        positions, differences, end = self._positions[: len(steps)], self._differences[: len(steps)], 0
-        differences[:] = small
+        steps[:], differences[:] = low, small
         (escaped,) = (small == _escape(step_bits)).nonzero()
         is_right = len(whole) == len(escaped) * elements.itemsize
+        # Of one dtype: other threads wait for a call that casts.
+        np.add.accumulate(steps, out=positions)
+        begin = before = 0
         for frame in frames:
-            part = slice(end, end := end + frame.entries)
-            np.add.accumulate(steps[part], dtype=np.int64, out=positions[part])
-            is_right = is_right and int(positions[end - 1]) < len(indices)
+            end = begin + frame.entries
+            last = int(positions[end - 1])
+            is_right = is_right and last - before < frame.length
+            if frame.start != before:
+                positions[begin:end] += frame.start - before
+            begin, before = end, last
         if not is_right:
             raise _damaged("a block of other streams than its directory describes")
         differences[escaped] = whole.view(differences.dtype)
-        if indices.start < 0 or indices.stop > len(elements):
-            positions += indices.start
+        if frames[0].start < 0 or frames[-1].start + frames[-1].length > len(elements):
             is_inside = (positions >= 0) & (positions < len(elements))
             positions, differences = positions[is_inside], differences[is_inside]
-        else:
-            elements = elements[indices.start : indices.stop]
         # Not `np.add.at`, which other threads wait for.
         torch.from_numpy(elements).scatter_add_(0, torch.from_numpy(positions), torch.from_numpy(differences))
 
@@ -209,6 +215,10 @@ class _Frame(NamedTuple):
 
     data: memoryview
     entries: int
+    start: int
+    """The index of the first element of the block, which may be before the elements that are changed."""
+    length: int
+    """The number of elements of the block."""
 
     def streams(self, itemsize: int) -> tuple[_Bytes, _Bytes, _Bytes]:
         """Decompresses the frame. Raises `DamagedFileError`."""
@@ -266,13 +276,14 @@ def patched(
             return [directory.frames(origin + first, origin + last) for directory in directories]
 
         return Blocks(
-            *(begin, len(payloads), BLOCK_ELEMENTS, scratch_bytes, pieces, piece_bytes),
+            *(begin, len(payloads), BLOCK_ELEMENTS * _BLOCKS_AT_ONCE, scratch_bytes, pieces, piece_bytes),
             starting_at=lambda at: starting_at(origin + at),
         )
 
     scratch_bytes = Adder.scratch_bytes(directories, base.dtype.itemsize)
-    # A region may have elements of two blocks in each block that is computed.
-    piece_bytes = sum(2 * int(directory.blocks[:, 0].max(initial=0)) for directory in directories)
+    # A region that begins within a block needs one more.
+    most = [int(directory.blocks[:, 0].max(initial=0)) * (_BLOCKS_AT_ONCE + 1) for directory in directories]
+    piece_bytes = sum(map(min, most, (int(directory.starts[-1]) for directory in directories)))
     kind = f"patched {len(payloads)} times"
     return Combined(kind, base.dtype, tuple(base.shape), (base, *payloads), starting_at(0))
 

@@ -186,6 +186,7 @@ def _checked(chains: Mapping[str, Sequence[_Link]], files: Mapping[str, FileFing
     if trusts_known_patches.value:
         directories |= {extent: known for extent, key in keys.items() if (known := _known.get(key)) is not None}
     unchecked = [link for links in chains.values() for link in links if link.payload.extent not in directories]
+    unchecked.sort(key=lambda link: link.payload.extent)  # each file is opened and read once
     while unchecked:
         end = nbytes = 0
         while end < len(unchecked) and nbytes < _CHECKED_BYTES:
