@@ -303,6 +303,17 @@ class TestRestore:
         assert "leave out --step" in done.stderr
         assert Path("model.safetensors").read_bytes() == before
 
+    def test_an_error_after_a_damaged_one_was_passed_over(self) -> None:
+        damage(30)
+        done = run("store", "restore", "run", "m", "--object", "epoch")
+        assert done.exit_code == 1
+        note, error = done.stderr.splitlines()[:2]
+        assert note.startswith("step 30 is passed over: ")
+        assert error.startswith("error: run/step-000000020: ")
+        done = run("store", "restore", "run", "m", "--object", "epoch", "--json")
+        assert json.loads(done.stdout)["where"].endswith("run/step-000000020")
+        assert done.stderr.startswith("step 30 is passed over: ")
+
     def test_all_are_damaged(self) -> None:
         for step in (10, 20, 30):
             damage(step)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,9 @@ def test_a_damaged_newest_is_reported_and_the_one_before_restored(tmp_path: Path
     assert (restored.step, list(restored.skipped)) == (1, [2])
     assert fresh.bits() == was
     before = fresh.bits()
+    with pytest.raises(ms.ModelStateError) as refused:
+        other.restore({"model": nn.Linear(3, 3)})
+    assert "step 2 is passed over" in "".join(traceback.format_exception_only(refused.value))
     with pytest.raises(errors.DamagedCheckpointError):
         other.restore(fresh.objects, step=2)
     assert fresh.bits() == before

@@ -45,7 +45,8 @@ WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 class Command(click.Command):
     """A command with `--json` and `--debug`, whose errors end the program with an exit code.
 
-    Errors go to stderr, or with `--json` as a line of JSON to stdout. `--debug` adds the traceback, on stderr.
+    Errors go to stderr, or with `--json` as a line of JSON to stdout. Their notes, and with `--debug` the traceback, go
+    to stderr.
     """
 
     error_code = PROBLEMS
@@ -90,6 +91,8 @@ def _has(option: str) -> bool:
 def _say(error: BaseException, is_unexpected: bool = False) -> None:
     if _has("debug"):
         traceback.print_exception(error)
+    for note in getattr(error, "__notes__", ()):
+        print(in_a_line(note), file=sys.stderr)
     name, text = type(error).__name__, str(error) or type(error).__name__
     fields = {field: str(getattr(error, field, "")) for field in ("where", "what", "expected", "found", "page")}
     what, remedy = fields.pop("what") or text, getattr(error, "options", "") or str(getattr(error, "remedy", ""))

@@ -386,7 +386,7 @@ class StepIndex:
         Raises:
             StepNotFoundError: There is no checkpoint, or none can be used.
 
-        Other errors of `attempt` come through.
+        Other errors of `attempt` come through, with a note for each step that was passed over.
         """
         while True:
             skipped: dict[int, ModelStateError] = {}
@@ -394,8 +394,11 @@ class StepIndex:
                 try:
                     result = attempt(entry)
                 except (ModelStateError, OSError) as error:
-                    if agreement is not None and agreement.is_collective and not isinstance(error, _UNUSABLE):
-                        raise  # only an error of one checkpoint is sure to be on all ranks, in the same class
+                    if not isinstance(error, _UNUSABLE):
+                        for text in _passed_over(skipped, entry).values():
+                            error.add_note(text)
+                        if agreement is not None and agreement.is_collective:
+                            raise  # only an error of one checkpoint is sure to be on all ranks, in the same class
                     if _decided(agreement, "looking for the step", partial(getattr, entry, "is_gone")):
                         break  # it was removed or replaced while it was read: list the store again
                     if not isinstance(error, _UNUSABLE):
@@ -403,12 +406,9 @@ class StepIndex:
                     self._note_damage(entry, error)
                     skipped.setdefault(entry.place.step, error)
                     continue
-                problems = {}
-                for number, problem in skipped.items():
-                    last_save = "the last save of " if number == entry.place.step else ""
-                    problems[number] = f"{last_save}step {number} is passed over: {problem}"
-                    if warns:
-                        warn_caller(problems[number], DamagedCheckpointWarning)
+                problems = _passed_over(skipped, entry)
+                for text in problems.values() if warns else ():
+                    warn_caller(text, DamagedCheckpointWarning)
                 return result, problems
             else:
                 if step != "latest":
@@ -779,6 +779,12 @@ def not_shared(directory: str, expected: str, found: object) -> DistributedError
 def _decided(agreement: Agreement | None, name: str, choose: Callable[[], _Result]) -> _Result:
     """Returns what the first rank chooses, or this process where it is alone."""
     return choose() if agreement is None else agreement.decided(name, choose)
+
+
+def _passed_over(skipped: Mapping[int, ModelStateError], entry: StepEntry) -> dict[int, str]:
+    """Returns a sentence for each step whose last save could not be used before this entry, by the step."""
+    last_save = {entry.place.step: "the last save of "}
+    return {number: f"{last_save.get(number, '')}step {number} is passed over: {skipped[number]}" for number in skipped}
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
