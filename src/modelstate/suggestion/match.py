@@ -142,10 +142,19 @@ class Kind(msgspec.Struct, eq=False, dict=True):
         return meaning([*path, last])
 
     @cached_property
-    def ordinals(self) -> dict[int, str]:
-        """The ranks of the numbers that do not vary, by their indices from the end of the name."""
+    def places(self) -> list[str]:
+        """For each number, "#" for a part of the name or "#w" for the end of a word, and its index from the end there.
+
+        So the layer has the same place in "layers.3.w1" as in "layers.3.gate".
+        """
+        signs = ["#" if text[-1:] in ("", ".") else "#w" for text in self.first.texts[: len(self.first.ranks)]]
+        return [f"{sign}{-signs[at:].count(sign)}" for at, sign in enumerate(signs)]
+
+    @cached_property
+    def ordinals(self) -> dict[str, str]:
+        """The ranks of the numbers that do not vary, by their places."""
         ranks = [(at, *rank) for at, rank in enumerate(self.first.ranks) if at not in self.varied]
-        return {at - len(self.first.ranks): f"{rank}/{count}" for at, rank, count in ranks if count > 1}
+        return {self.places[at]: f"{rank}/{count}" for at, rank, count in ranks if count > 1}
 
     @cached_property
     def alone(self) -> list[str]:
@@ -156,13 +165,12 @@ class Kind(msgspec.Struct, eq=False, dict=True):
     @cached_property
     def facts(self) -> frozenset[str]:
         """What the name states: concepts, and which one of several it is."""
-        return self.means | {f"#{at}:{rank}" for at, rank in self.ordinals.items()}
+        return self.means | {f"{place}:{rank}" for place, rank in self.ordinals.items()}
 
     @cached_property
     def claims(self) -> frozenset[str]:
         """The facts that tell kinds apart; a fused tensor has those of its parts too."""
-        ranks = self.first.ranks
-        numbered = [f"#{at - len(ranks)}" for at, (_, count) in enumerate(ranks) if count > 1]
+        numbered = [place for place, (_, count) in zip(self.places, self.first.ranks, strict=True) if count > 1]
         return (self.facts - GENERIC).union(numbered, *(PARTS.get(word, ()) for word in self.means))
 
 

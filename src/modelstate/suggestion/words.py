@@ -72,6 +72,7 @@ _EXCLUSIVE = (
     {"norm", "embedding"},
     {"norm", "conv"},
     {"class", "pos"},
+    {"attention", "mlp"},
     {"first", "second"},
 )
 PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
