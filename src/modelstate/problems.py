@@ -159,7 +159,7 @@ def _initialising(problems: Sequence[Problem]) -> list[Remedy]:
 def _one_shard(problems: Sequence[Problem]) -> list[Remedy]:
     index = next((problem.found for problem in problems if problem.found), None)
     if index is None:
-        return [Remedy("get the index (*.index.json) and the other shards, and load the index")]
+        return [Remedy("get the index of all shards (*.index.json) and the other shards, and load the index")]
     return [
         Remedy(f"load the index, which has all of them: {index}", f"load the index: SOURCE {shlex.quote(str(index))}")
     ]

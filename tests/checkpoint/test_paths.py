@@ -1,5 +1,6 @@
 """Paths as people write them: home directories, misspelt names and URLs, and one shard of several."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,22 @@ def test_shards_without_an_index_and_a_list_of_shards(shards: Path) -> None:
     problem = raised.value.problems[0]
     assert (problem.found, problem.others) == (None, (SHARDS[1],))
     assert "index" in str(problem.as_dict()["remedy"])
+    assert ms.load(Layers(), [shards / name for name in SHARDS]).coverage == 1
+
+
+@pytest.mark.parametrize("source", [".", "model.safetensors.index.json", SHARDS[0]])
+def test_an_index_that_does_not_name_all_shards(shards: Path, source: str) -> None:
+    """It is no remedy, since it has no more than what was loaded."""
+    index = shards / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    named = {name: file for name, file in fields["weight_map"].items() if file == SHARDS[0]}
+    index.write_text(json.dumps(fields | {"weight_map": named}))
+    with pytest.raises(PlanError) as raised:
+        ms.load(Layers(), shards / source)
+    problem = raised.value.problems[0]
+    assert (problem.name, problem.found, problem.others) == (SHARDS[0], None, SHARDS[1:])
+    (note,) = ms.convert_checkpoint(shards / source, "part.safetensors").notes
+    assert note.endswith(f"the result lacks the tensors of {', '.join(SHARDS[1:])}")
     assert ms.load(Layers(), [shards / name for name in SHARDS]).coverage == 1
 
 

@@ -297,7 +297,7 @@ _ANY = r"(?s)(.*)-(\d{5,})-of-(\d{5,})(\.\w+)"
 def other_shards(files: Collection[str]) -> tuple[str, str, tuple[str, ...]] | None:
     """A shard among the files, the path of the index beside it, and the other shards that are not among the files.
 
-    Returns None where no file is such a shard. The path is empty where no index of the usual name names the shard.
+    Returns None where no file is such a shard. The path is empty where no index of the usual name names all of them.
     """
     loaded = {os.path.basename(path) for path in files}
     complete = set[str]()
@@ -311,8 +311,8 @@ def other_shards(files: Collection[str]) -> tuple[str, str, tuple[str, ...]] | N
         if others := tuple(sorted(names - loaded)):
             stem = re.sub(r"-[0-9a-f]{12}$", "", match[1])  # as `shard_names` has it
             index = os.path.join(directory, stem + match[4] + INDEX_SUFFIX)
-            is_named = not is_remote(path) and shard in (named_in(index) or ())
-            return shard, index if is_named else "", others
+            are_named = not is_remote(path) and names <= (named_in(index) or frozenset())
+            return shard, index if are_named else "", others
         complete |= names
     return None
 
