@@ -177,7 +177,7 @@ def test_a_shard_outside_the_directory(name: str, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / SHARDS[0])
     outside = name.format(shard=SHARDS[0], directory=tmp_path / "model")
     index.write_text(index_text(truth() | {"layers.0.weight": outside}))
-    with pytest.raises(DamagedFileError) as raised:
+    with pytest.raises(DamagedFileError, match="files outside its directory") as raised:
         ms.open(index)
     assert isinstance(raised.value, ValueError)
     assert raised.value.found
@@ -296,7 +296,7 @@ def test_an_index_beyond_all_measure_is_not_read(tmp_path: Path) -> None:
     index = write(tmp_path)
     with index.open("r+b") as file:
         file.truncate(10 << 30)
-    with pytest.raises(DamagedFileError):
+    with pytest.raises(DamagedFileError, match="larger than that of any model"):
         ms.open(index)
 
 

@@ -465,6 +465,14 @@ def test_a_tensor_that_cannot_be_swapped_is_reported_as_torch_does() -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
+def test_an_error_leaves_the_flags_of_assigned_parameters() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(False)
+    given = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        ms.load_state_dict(module, {"0.weight": given, "1.weight": torch.ones(9)}, strict=False, assign=True)
+    assert given.requires_grad
+
+
 @pytest.mark.parametrize(("module", "says"), [(nn.Linear, "this is a class"), (None, "not a model")])
 def test_what_is_no_module(module: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says):
