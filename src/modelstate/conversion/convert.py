@@ -15,7 +15,7 @@ from torch import nn
 from modelstate.arguments import check_flag, check_integer, checked_call, invalid_option
 from modelstate.conversion.conversion import Conversion, running_conversion
 from modelstate.conversion.tensors import Target, by_function, cast_and_move
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_of
+from modelstate.distributed.agreement import COMMIT, PLANNING, TIMEOUT_SECONDS, Digest, agreement_of
 from modelstate.errors import MemoryBudgetError, ModelCodeError, OptionError, code_errors
 from modelstate.forks import fork_safe_lock
 from modelstate.planning.options import check_model, device_of, is_device
@@ -100,7 +100,7 @@ def convert(
     started = time.perf_counter()
     given = model if isinstance(model, nn.Module) else ()
     agreement = agreement_of(given, process_group, timeout_seconds, "modelstate.convert")
-    with agreement.before("planning"):
+    with agreement.before(PLANNING):
         model = check_model(model)
         check_integer("max_memory_bytes", max_memory_bytes, least=0, accepts_none=True)
         checked = check_optimizers(optimizers, model)
@@ -115,7 +115,7 @@ def convert(
         return [Digest.of("the arguments", text, [text])]
 
     with agreement.collective(), exclusive(model), gc_paused(), Transaction(model) as transaction, ExitStack() as held:
-        with agreement.phase("planning", arguments, decides=True), _memory_errors():
+        with agreement.phase(PLANNING, arguments, decides=True), _memory_errors():
             others = other_optimizers(modules_of(model), checked)
             before = placed((*checked, *others))
             conversion = Conversion(transaction, target, max_memory_bytes)
@@ -131,7 +131,7 @@ def convert(
             behind = left_behind(others, finals, before)
             if agreement.is_collective:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
-        with agreement.phase("the commit", effect="all other ranks have converted"), _memory_errors():
+        with agreement.phase(COMMIT, effect="all other ranks have converted"), _memory_errors():
             conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
         report = LoadReport(
             target=type(conversion.root).__name__,

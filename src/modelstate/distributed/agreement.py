@@ -62,6 +62,8 @@ _NUMBERS = 2 + 2 * 4
 """The numbers of a vote: whether it failed, the length of what follows it, and two for each of up to four digests."""
 _MAX_SHOWN = 12
 NOTHING_CHANGED = "nothing has been changed"
+PLANNING, READING, COMMIT = "planning", "reading", "the commit"
+"""Phases that several calls have. Each phase ends with a vote of all ranks."""
 _TAKES_RANKS = {
     "modelstate.restore": "",
     "modelstate.resumable": "modelstate.Store",
@@ -556,7 +558,7 @@ def agreement_of(
             )
         agreement.timeout_seconds = seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False)
     except ModelStateError:
-        with agreement.before("planning"):
+        with agreement.before(PLANNING):
             raise
     return agreement
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import torch
 
-from modelstate.distributed.agreement import Agreement, Digest
+from modelstate.distributed.agreement import COMMIT, PLANNING, Agreement, Digest
 from modelstate.distributed.connections import number_of
 from modelstate.distributed.shards import Mesh, Parts, Region, common_range, parts_of, replicated, shard_of
 from modelstate.errors import DistributedError
@@ -54,9 +54,9 @@ larger."""
 ROUND_BYTES = 16 << 20
 """About the most bytes that a rank receives at once when rows are exchanged."""
 
-PLANNING, CREATING, OPENING = "planning", "creating the files", "opening the files"
-WRITING, FINISHING, COMMIT = "writing", "writing the headers", "the commit"
-"""The phases of a save. Each ends with a vote of all ranks."""
+CREATING, OPENING = "creating the files", "opening the files"
+WRITING, FINISHING = "writing", "writing the headers"
+"""The phases that only a save has."""
 
 _SHOWN = 40
 """The most characters of a value in an error."""

@@ -109,7 +109,7 @@ class Writer(StorageWriter):
         """Writes and commits the state of the planner, with all ranks."""
         # In the thread of `dcp.async_save`, where a program does not wait for the imports.
         from modelstate.checkpoint.write import SaveOptions
-        from modelstate.distributed.agreement import agreement_of
+        from modelstate.distributed.agreement import PLANNING, agreement_of
         from modelstate.formats.dcp import tree_of
         from modelstate.integrations.dcp_state import state_of, with_values_of_all
         from modelstate.objects.objects import tensors_within
@@ -120,7 +120,7 @@ class Writer(StorageWriter):
         if agreement.is_collective:  # the thread of dcp.async_save votes while the program may save or load
             agreement = agreement.on_channel("dcp.save")
         with agreement.collective():
-            with agreement.phase("planning"):
+            with agreement.phase(PLANNING):
                 state = state_of(planner)
             if group is not None:
                 state = with_values_of_all(state, agreement, group)

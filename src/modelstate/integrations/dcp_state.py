@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import Placement, Replicate
 
-from modelstate.distributed.agreement import Agreement
+from modelstate.distributed.agreement import PLANNING, Agreement
 from modelstate.distributed.connections import number_of
 from modelstate.errors import DistributedError, OptionError
 from modelstate.formats.block_writer import write_blocks
@@ -88,7 +88,7 @@ def with_values_of_all(
         values = {path: value for path, value in state.items() if not isinstance(value, torch.Tensor)}
         own = values, _Layout.of_all(state)
         pickled(own)  # what cannot be sent is an error here, and not in the gather, where the others would wait
-    with agreement.phase("planning"):
+    with agreement.phase(PLANNING):
         of_ranks = [own] * len(agreement.ranks)
         dist.all_gather_object(of_ranks, own, group)  # raises on a rank that cannot unpickle what another one has sent
         ranks = dist.get_process_group_ranks(group)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.distributed.agreement import Agreement, Digest, agreement_of
+from modelstate.distributed.agreement import COMMIT, PLANNING, READING, Agreement, Digest, agreement_of
 from modelstate.io.engine import read_ranges
 from modelstate.io.tensors import runs
 from modelstate.planning.plan import RankReport
@@ -30,9 +30,8 @@ from modelstate.text_format import count, size
 from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.sharding import replicas_of
 
-PLANNING, READING, SHARING = "planning", "reading", "sending values to replicas"
-LAST_CHECKS, COMMIT = "the last checks", "the commit"
-"""The phases of a load. Each phase ends with a vote of all ranks."""
+SHARING, LAST_CHECKS = "sending values to replicas", "the last checks"
+"""The phases that only a load has."""
 _ADDRESS = r" at 0x[0-9a-f]+"
 _MOST_SAMPLES = 4096
 """The most tensors without checksums whose bytes are sampled."""

@@ -24,7 +24,15 @@ from modelstate.arguments import checked_call
 from modelstate.background import AtExit, BackgroundTask
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, Source, open as open_checkpoint
-from modelstate.distributed.agreement import NOTHING_CHANGED, TIMEOUT_SECONDS, Agreement, agreement_of
+from modelstate.distributed.agreement import (
+    COMMIT,
+    NOTHING_CHANGED,
+    PLANNING,
+    READING,
+    TIMEOUT_SECONDS,
+    Agreement,
+    agreement_of,
+)
 from modelstate.errors import BackgroundCancelledError, ModelCodeError, OptionError, PlanError, code_errors
 from modelstate.io.files import OpenFiles, kept_open
 from modelstate.loading import collective
@@ -177,7 +185,7 @@ def load(
     # A module that is passed as the source is an error, of all its ranks.
     given = next((value for value in (model, source) if isinstance(value, nn.Module)), ())
     agreement = _ranks_of(given, process_group, timeout_seconds)
-    with nullcontext() if agreement is None else agreement.before(collective.PLANNING):
+    with nullcontext() if agreement is None else agreement.before(PLANNING):
         model = check_model(model)
         checked = checked_options(**options)
         if checked.optimizers != ():
@@ -290,7 +298,7 @@ def execute(
     phase: Callable[..., AbstractContextManager[None]]
     phase = (lambda *_, **__: nullcontext()) if agreement is None else agreement.phase
     with ExitStack() as held:
-        with phase(collective.PLANNING, lambda: collective.digests_of(planner)):
+        with phase(PLANNING, lambda: collective.digests_of(planner)):
             planner, staging = prepare(transaction, source, options, agreement, call_extra_state=True, staged=staged)
             held.callback(staging.files.close)
             if check is not None:
@@ -305,7 +313,7 @@ def execute(
         to_stage = [*planner.moves, *(item for item in executions if item.reader in (None, rank))]
         nbytes = sum(item.transfers.nbytes for item in to_stage)
         staging.progress = held.enter_context(progress_bar(options.progress, nbytes, "loading"))
-        with phase(collective.READING), nullcontext() if agreement is None else collective.reading(planner, agreement):
+        with phase(READING), nullcontext() if agreement is None else collective.reading(planner, agreement):
             verified = 0 if staged is None else staged.verified_bytes
             if staged is None and options.verify:
                 verified = staging.checkpoint.verify()
@@ -336,7 +344,7 @@ def execute(
             at_commit = [] if staging.options.in_place else reads_at_commit(staging, executions)
             if agreement is not None:  # a rank that is interrupted behind the vote would not commit, and others would
                 held.enter_context(deferred_signals())
-        with phase(collective.COMMIT, effect="all other ranks have loaded"):
+        with phase(COMMIT, effect="all other ranks have loaded"):
             commit_values(transaction, executions, at_commit)
         ranks, reread_bytes = ((), 0) if agreement is None else collective.rank_reports(planner, agreement)
     target, source_name = planner.names

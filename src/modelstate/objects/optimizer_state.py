@@ -19,7 +19,7 @@ from torch import nn
 
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.open import patterns_of
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Digest, agreement_of
+from modelstate.distributed.agreement import PLANNING, READING, TIMEOUT_SECONDS, Digest, agreement_of
 from modelstate.errors import OptimizerStateError, OptionError
 from modelstate.formats.tree import leaf_paths, refused_in
 from modelstate.loading.collective import before_call, described, text_of
@@ -198,7 +198,7 @@ def load_optimizer_state(
     agreement = agreement_of(given_model, process_group, timeout_seconds, "modelstate.load_optimizer_state")
     text = f"state of {type(optimizer).__name__}"
     with agreement.collective():
-        with agreement.phase("planning", lambda: [Digest.of("the states and options", text, described(given))]):
+        with agreement.phase(PLANNING, lambda: [Digest.of("the states and options", text, described(given))]):
             model = check_model(model)
             patterns = patterns_of("keep_options", keep_options)
             rules = rules if isinstance(rules, Schema) else check_rules(rules)
@@ -220,7 +220,7 @@ def load_optimizer_state(
                     remedy="; or ".join([*planned.remedies, *names]),
                 )
         with ExitStack() as held, Transaction(model) as transaction:
-            with agreement.phase("reading", decides=True):
+            with agreement.phase(READING, decides=True):
                 replaced = planned.load(transaction)
                 # A rank that is interrupted behind the vote would be the only one that keeps its old state.
                 held.enter_context(deferred_signals())

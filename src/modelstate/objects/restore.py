@@ -21,10 +21,9 @@ from msgspec.structs import replace
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint, join
 from modelstate.checkpoint.open import Source, open as open_checkpoint, patterns_of
-from modelstate.distributed.agreement import Agreement, agreement_of
+from modelstate.distributed.agreement import PLANNING, Agreement, agreement_of
 from modelstate.errors import KeyNotFoundError, ModelStateError, ObjectStateError, OptionError, PlanError, Remedy
 from modelstate.formats.tree import deep_copy, is_container, items_of, same_value
-from modelstate.loading.collective import PLANNING
 from modelstate.loading.load import load_then
 from modelstate.objects.objects import (
     ModuleArguments,

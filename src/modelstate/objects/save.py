@@ -15,8 +15,7 @@ from torch import nn
 from modelstate.arguments import checked_call
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.write import SaveOptions, SaveReport, StateToWrite, streamed, target_path, write_state
-from modelstate.distributed.agreement import TIMEOUT_SECONDS, Agreement, agreement_of
-from modelstate.distributed.writing import PLANNING
+from modelstate.distributed.agreement import PLANNING, TIMEOUT_SECONDS, Agreement, agreement_of
 from modelstate.errors import UnsavableError
 from modelstate.formats.writing import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
