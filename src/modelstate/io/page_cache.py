@@ -188,7 +188,7 @@ def bring_into_cache(looks: Looks, files: OpenFiles, on_read: Callable[[int], ob
             pages = system.resident(file.descriptor, start, nbytes)
         if pages is None:
             return False
-        for absent in re.finditer(rb"\0+", pages):
+        for absent in re.finditer(rb"\0+", pages) if 0 in pages else ():
             first = max(origin + absent.start() * mmap.PAGESIZE, start)
             end = min(origin + absent.end() * mmap.PAGESIZE, start + nbytes)
             missing.append(ByteRange(path, first, end - first))
