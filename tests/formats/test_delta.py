@@ -226,6 +226,15 @@ def test_a_damaged_payload_is_refused_and_changes_nothing(payload: torch.Tensor)
     assert not out.any()
 
 
+def test_a_block_does_not_take_the_number_of_another_one() -> None:
+    frames = [zstd.compress(bytes([4, 0x80])), zstd.compress(bytes([4, 0x10]) + struct.pack("<i", 1000))]
+    directory = struct.pack("<QIIII", 2 * BLOCK_ELEMENTS, len(frames[0]), 1, len(frames[1]), 1)
+    payload, out = torch.tensor([*directory, *b"".join(frames)], dtype=torch.uint8), torch.zeros(2 * BLOCK_ELEMENTS)
+    with pytest.raises(DamagedFileError, match="the payload of a delta is damaged"):
+        check_and_apply(payload, out)
+    assert not out.any()
+
+
 @given(st.data())
 def test_flipped_bytes_never_write_out_of_bounds(long: tuple[torch.Tensor, ...], data: st.DataObject) -> None:
     before, _, payload = long

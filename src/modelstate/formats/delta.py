@@ -145,7 +145,7 @@ class Adder:
     @staticmethod
     def scratch_bytes(directories: Sequence[Directory], itemsize: int) -> int:
         """Returns the memory that adding takes, with that of frames that are decompressed."""
-        return _most_entries(directories) * (27 + 3 * itemsize)
+        return _most_entries(directories) * (40 + 3 * itemsize)
 
     def add(self, frames: Sequence[torch.Tensor], out: torch.Tensor, first: int) -> None:
         """Adds the differences to `out`: flat elements, from the element with the index `first` on.
@@ -180,7 +180,9 @@ class Adder:
     def _add(self, frames: Sequence[_Frame], step_bits: int, elements: Bits) -> None:
         """Adds the differences of frames to elements."""
         streams = [frame.streams(elements.itemsize) for frame in frames]
+        escaped_bytes = [whole.nbytes for _, _, whole in streams]
         low, high, whole = streams[0] if len(streams) == 1 else map(np.concatenate, zip(*streams, strict=True))
+        streams.clear()
         count, small = len(low), high.view(np.int8)
         steps, positions, differences = self._steps[:count], self._positions[:count], self._differences[:count]
         if step_bits > 8:
@@ -189,17 +191,16 @@ class Adder:
             small = small >> 4
         steps[:], differences[:] = low, small
         (escaped,) = (small == _escape(step_bits)).nonzero()
-        is_right = len(whole) == len(escaped) * elements.itemsize
         # Of one dtype: other threads wait for a call that casts.
         np.add.accumulate(steps, out=positions)
-        begin = before = 0
-        for frame in frames:
+        is_right, begin, before, number = True, 0, 0, 0
+        for frame, nbytes in zip(frames, escaped_bytes, strict=True):
             end = begin + frame.entries
-            last = int(positions[end - 1])
-            is_right = is_right and last - before < frame.length
+            last, after = int(positions[end - 1]), int(escaped.searchsorted(end))
+            is_right = is_right and last - before < frame.length and nbytes == (after - number) * elements.itemsize
             if frame.start != before:
                 positions[begin:end] += frame.start - before
-            begin, before = end, last
+            begin, before, number = end, last, after
         if not is_right:
             raise _damaged("a block of other streams than its directory describes")
         differences[escaped] = whole.view(differences.dtype)
