@@ -262,8 +262,8 @@ class cached_attribute(Generic[_Item]):
 
 # The garbage collector.
 
-_pausing: list[int] = []
-"""The threads that pause the collector: several may load at once."""
+_pausing, _in_pause = list[int](), list[int]()
+"""The threads that pause the collector: several may load at once. They leave the second list when it may be on again."""
 
 
 @contextmanager
@@ -277,6 +277,7 @@ def gc_paused() -> Iterator[None]:
         yield
         return
     thread = threading.get_ident()
+    _in_pause.append(thread)
     _pausing.append(thread)
     try:
         gc.disable()
@@ -285,12 +286,15 @@ def gc_paused() -> Iterator[None]:
         _pausing.remove(thread)
         if not _pausing:
             gc.enable()
+        _in_pause.remove(thread)
 
 
 def _end_pauses_of_others() -> None:
-    if _pausing and threading.get_ident() not in _pausing:
+    was_in_pause, thread = bool(_in_pause), threading.get_ident()
+    for threads in (_pausing, _in_pause):
+        threads[:] = [each for each in threads if each == thread]
+    if was_in_pause and not _pausing:
         gc.enable()
-        _pausing.clear()
 
 
 at_fork(in_child=_end_pauses_of_others)

@@ -14,6 +14,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import BackgroundCancelledError
+from modelstate.process import gc_paused
 from tests.io.test_lease import saved
 from tests.programs import Forks
 
@@ -76,6 +77,30 @@ def test_children_that_are_forked_while_other_threads_work(tmp_path: Path) -> No
         for thread in threads:
             thread.join()
     assert found == {"True"}
+
+
+def test_the_collector_goes_on_in_children() -> None:
+    """Threads pause it, as loads do; a child is forked at any moment."""
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def work() -> None:
+        while not stop.is_set():
+            with gc_paused():
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        found = {in_child(gc.isenabled) for _ in range(200)}
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert found == {"True"}
+    assert gc.isenabled()
 
 
 @pytest.fixture
