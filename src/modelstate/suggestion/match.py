@@ -142,19 +142,20 @@ class Kind(msgspec.Struct, eq=False, dict=True):
         return meaning([*path, last])
 
     @cached_property
-    def places(self) -> list[str]:
-        """For each number, "#" for a part of the name or "#w" for the end of a word, and its index from the end there.
+    def places(self) -> list[tuple[str, str]]:
+        """For each number two places: its index from the end, and that among the parts of the name or ends of words.
 
-        So the layer has the same place in "layers.3.w1" as in "layers.3.gate".
+        So the layer has the same second place in "layers.3.w1" as in "layers.3.gate".
         """
         signs = ["#" if text[-1:] in ("", ".") else "#w" for text in self.first.texts[: len(self.first.ranks)]]
-        return [f"{sign}{-signs[at:].count(sign)}" for at, sign in enumerate(signs)]
+        return [(f"#at{at - len(signs)}", f"{sign}{-signs[at:].count(sign)}") for at, sign in enumerate(signs)]
 
     @cached_property
-    def ordinals(self) -> dict[str, str]:
-        """The ranks of the numbers that do not vary, by their places."""
+    def ordinals(self) -> tuple[dict[str, str], ...]:
+        """The ranks of the numbers that do not vary, by their first and by their second places."""
         ranks = [(at, *rank) for at, rank in enumerate(self.first.ranks) if at not in self.varied]
-        return {self.places[at]: f"{rank}/{count}" for at, rank, count in ranks if count > 1}
+        of_numbers = [(self.places[at], f"{rank}/{count}") for at, rank, count in ranks if count > 1]
+        return tuple({places[which]: rank for places, rank in of_numbers} for which in (0, 1))
 
     @cached_property
     def alone(self) -> list[str]:
@@ -163,15 +164,20 @@ class Kind(msgspec.Struct, eq=False, dict=True):
         return [number for text, number, (_, count) in numbers if count == 1 and text[-1:] not in ("", ".")]
 
     @cached_property
-    def facts(self) -> frozenset[str]:
-        """What the name states: concepts, and which one of several it is."""
-        return self.means | {f"{place}:{rank}" for place, rank in self.ordinals.items()}
-
-    @cached_property
     def claims(self) -> frozenset[str]:
-        """The facts that tell kinds apart; a fused tensor has those of its parts too."""
-        numbered = [place for place, (_, count) in zip(self.places, self.first.ranks, strict=True) if count > 1]
-        return (self.facts - GENERIC).union(numbered, *(PARTS.get(word, ()) for word in self.means))
+        """What the name states: concepts, and which one of several it is; a fused tensor has that of its parts too."""
+        numbered = [place for at, (_, count) in enumerate(self.first.ranks) if count > 1 for place in self.places[at]]
+        ranked = [f"{place}:{rank}" for ordinals in self.ordinals for place, rank in ordinals.items()]
+        return (self.means - GENERIC).union(ranked, numbered, *(PARTS.get(word, ()) for word in self.means))
+
+    def same_ordinals(self, other: Kind) -> list[bool]:
+        """Whether each number that does not vary has the same rank as its counterpart in another kind, if it has one.
+
+        In names with the same count of numbers, that is the one with the same index.
+        """
+        which = int(len(self.first.ranks) != len(other.first.ranks))
+        others = other.ordinals[which]
+        return [others[place] == rank for place, rank in self.ordinals[which].items() if place in others]
 
 
 class Side:
@@ -263,7 +269,11 @@ class Matches(msgspec.Struct):
     def score(self, source: Kind, target: Kind) -> float:
         """Returns how much speaks for a pair: what both names state, their ends, and matches of tensors beside it."""
         first, second = source.first, target.first
-        score = len(source.facts & target.facts) + _SAME_PARENT * ((first.parent, second.parent) in self.beside)
+        score = (
+            len(source.means & target.means)
+            + sum(source.same_ordinals(target))
+            + _SAME_PARENT * ((first.parent, second.parent) in self.beside)
+        )
         score += _SAME_OWNER * ((first.owner, second.owner) in self.beside)
         return score + _SAME_END * _is_end(source, target)
 
@@ -407,7 +417,7 @@ def exclude(source: Kind, target: Kind) -> bool:
             return True
     if contradict(source.means, target.means) or (source.alone and target.alone and source.alone != target.alone):
         return True
-    if any(target.ordinals.get(at, rank) != rank for at, rank in source.ordinals.items()):
+    if not all(source.same_ordinals(target)):
         return True
     # If both names have the same count of numbers, the same ones must vary: a layer is not a part of a layer.
     if len(source.first.ranks) == len(target.first.ranks):
