@@ -263,7 +263,7 @@ class cached_attribute(Generic[_Item]):
 # The garbage collector.
 
 _pausing, _in_pause = list[int](), list[int]()
-"""The threads that pause the collector: several may load at once. They leave the second list when it may be on again."""
+"""The threads that pause the collector: several may load at once. They leave the second list when it may be on."""
 
 
 @contextmanager
