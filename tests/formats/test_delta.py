@@ -165,6 +165,26 @@ def test_a_chain_of_patches_is_read_as_one_tensor(long: tuple[torch.Tensor, ...]
             assert not stored.build.unit % BLOCK_ELEMENTS
 
 
+def test_a_tensor_of_many_blocks_is_computed_in_parts(tmp_path: Path) -> None:
+    """Also a region that begins and ends within blocks."""
+    numel = 9 * BLOCK_ELEMENTS + 7
+    before = torch.arange(numel, dtype=torch.int32).to(torch.uint8)
+    after = before.clone()
+    after[::3] += 1
+    payload = encode(before, after)
+    assert payload is not None
+    save_file({"payload": payload}, tmp_path / "layer.safetensors")
+    layer = ms.open(tmp_path / "layer.safetensors").stored("payload")
+    assert isinstance(layer, StoredTensor)
+    stored = patched(before, payloads=[layer], directories=[check(payload, numel, 1)])
+    read = partial(read_tensor, read_all=partial(read_ranges, files={}))
+    assert same_bits(read(stored), after)
+    rows = slice(BLOCK_ELEMENTS // 2, numel - 3)
+    part = stored.region([rows])
+    assert part is not None
+    assert same_bits(read(part), after[rows])
+
+
 def payload_of(numel: int, plain: bytes, entries: int, frame: bytes | None = None) -> torch.Tensor:
     """The payload of a tensor of one block."""
     frame = zstd.compress(plain) if frame is None else frame

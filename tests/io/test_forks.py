@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,55 +52,48 @@ def use(path: Path) -> bool:
     return is_meta and bool(model.weight.eq(1).all()) and gc.isenabled()
 
 
-@pytest.mark.slow
-def test_children_that_are_forked_while_other_threads_work(tmp_path: Path) -> None:
-    """Fifteen of them, at any moment; the interpreter changes threads as often as it can."""
-    path, stop = saved(tmp_path / "model.safetensors", size=64), threading.Event()
-    torch.set_num_threads(1)
+@contextmanager
+def at_work(work: Callable[[], object]) -> Iterator[None]:
+    """Three threads call a function again and again; the interpreter changes threads as often as it can."""
+    stop, interval = threading.Event(), sys.getswitchinterval()
 
-    def work() -> None:
+    def repeat() -> None:
         while not stop.is_set():
-            use(path)
+            work()
 
-    def fork() -> bool:
-        return use(path)
-
-    assert use(path)  # Python has locks of its own while it imports a module for the first time
-    interval = sys.getswitchinterval()
-    threads = [threading.Thread(target=work) for _ in range(3)]
+    threads = [threading.Thread(target=repeat) for _ in range(3)]
     try:
         sys.setswitchinterval(1e-6)
         for thread in threads:
             thread.start()
-        found = {in_child(fork) for _ in range(15)}
+        yield
     finally:
         stop.set()
         sys.setswitchinterval(interval)
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.slow
+def test_children_that_are_forked_while_other_threads_work(tmp_path: Path) -> None:
+    """Fifteen of them, at any moment."""
+    path = saved(tmp_path / "model.safetensors", size=64)
+    torch.set_num_threads(1)
+    assert use(path)  # Python has locks of its own while it imports a module for the first time
+    with at_work(partial(use, path)):
+        found = {in_child(partial(use, path)) for _ in range(15)}
     assert found == {"True"}
 
 
 def test_the_collector_goes_on_in_children() -> None:
     """Threads pause it, as loads do; a child is forked at any moment."""
-    stop, interval = threading.Event(), sys.getswitchinterval()
 
-    def work() -> None:
-        while not stop.is_set():
-            with gc_paused():
-                pass
+    def pause() -> None:
+        with gc_paused():
+            pass
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    try:
-        sys.setswitchinterval(1e-6)
-        for thread in threads:
-            thread.start()
+    with at_work(pause):
         found = {in_child(gc.isenabled) for _ in range(200)}
-    finally:
-        stop.set()
-        sys.setswitchinterval(interval)
-        for thread in threads:
-            thread.join()
     assert found == {"True"}
     assert gc.isenabled()
 

@@ -90,8 +90,8 @@ def _has(option: str) -> bool:
 
 def _say(error: BaseException, is_unexpected: bool = False) -> None:
     if _has("debug"):
-        traceback.print_exception(error)
-    for note in getattr(error, "__notes__", ()):
+        traceback.print_exception(error)  # with the notes
+    for note in () if _has("debug") else getattr(error, "__notes__", ()):
         print(in_a_line(note), file=sys.stderr)
     name, text = type(error).__name__, str(error) or type(error).__name__
     fields = {field: str(getattr(error, field, "")) for field in ("where", "what", "expected", "found", "page")}
