@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -17,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
 
@@ -56,7 +56,7 @@ from modelstate.planning.transfer import Execution, Way
 from modelstate.problems import glob_patterns, plan_error
 from modelstate.process import deferred_signals, gc_paused, progress_bar, stopped_by
 from modelstate.text_format import count, listed
-from modelstate.torch_compat.modules import modules_of, needs_protocol
+from modelstate.torch_compat.modules import needs_protocol
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
@@ -236,8 +236,9 @@ def _ranks_of(
     tensors: nn.Module | tuple[()], process_group: ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> Agreement | None:
     """Returns the ranks that load these tensors together; None for a load on one rank."""
-    # A program without DTensors has not imported their module, and its loads are of one rank.
-    if "torch.distributed.tensor" in sys.modules or process_group is not None or timeout_seconds != TIMEOUT_SECONDS:
+    # Without a process group there is one rank. Where the model then has DTensors, `check_plan` raises.
+    has_group = (dist.is_available() and dist.is_initialized()) or process_group is not None
+    if has_group or timeout_seconds != TIMEOUT_SECONDS:
         agreement = agreement_of(tensors, process_group, timeout_seconds)
         return agreement if agreement.is_collective else None
     return None
@@ -383,9 +384,10 @@ def prepare(
     A plan that sets no extra state leaves the random generator as it is. The caller closes the files of the staging.
     """
     with kept_open() as opened, nullcontext() if call_extra_state else torch.random.fork_rng(devices=[]):
-        if "torch.distributed.fsdp" in sys.modules:
-            reshard(modules_of(transaction.root))  # `modules` of torch takes several times as long
-        view = ModelSchemaView(transaction.root, slots_of(transaction.root))
+        slots = slots_of(transaction.root)
+        if reshard(slots.modules.values()):
+            slots = slots_of(transaction.root)
+        view = ModelSchemaView(transaction.root, slots)
         if isinstance(source, LoadPlan):
             matched = source.binding.matched
         else:
@@ -485,10 +487,12 @@ def _check_same(planner: Planner, was: Mapping[str, object], now: Mapping[str, o
 
 
 def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises the problems of a plan.
+    """Raises the problems of a plan, and `DistributedError` for DTensors without a process group.
 
     A transform of modules must not replace a parameter of an optimizer: the state that fits the new tensor is unknown.
     """
+    if any(item.transfers.facts.sharded is not None for item in planner.singles):
+        agreement_of(planner.model)  # raises where there is none
     if planner.problems:
         raise plan_error(*planner.names, planner.problems, given=planner.matched.given) from planner.cause
     optimized = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
+from itertools import chain
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -127,26 +128,26 @@ def needs_protocol(modules: Mapping[str, torch.nn.Module], names: Collection[obj
     asks = any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in saved_versions)
     if asks or not {str}.issuperset(map(type, names)):
         return True
-    tables = (table for module in modules.values() for table in (module._parameters, module._buffers, module._modules))
-    if any("." in "".join(table.keys()) for table in tables if table):
+    held = modules.values()
+    tables = [table for module in held for table in (module._parameters, module._buffers, module._modules) if table]
+    if "." in "".join(chain.from_iterable(tables)):
         return True
-    one_of_each = {type(module): module for module in modules.values()}
-    if any(cls.set_extra_state is not torch.nn.Module.set_extra_state for cls in one_of_each):
+    found = [hooks for m in held for hooks in (m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks) if hooks]
+    if found and not all(is_hook_of_fsdp(hook) for hooks in found for hook in hooks.values()):
+        return True
+    stock, one_of_each = torch.nn.Module.set_extra_state, {type(module): module for module in held}
+    if any(cls.set_extra_state is not stock for cls in one_of_each):
+        return True
+    if [module for module in held if "load_state_dict" in module.__dict__]:  # without a generator: for speed
         return True
     if any(overrides(module, "load_state_dict") for module in one_of_each.values()):
         return True
-    for module in modules.values():
-        if "load_state_dict" in module.__dict__:
-            return True
-        for hooks in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
-            if not all(is_hook_of_fsdp(hook) for hook in hooks.values()):
-                return True
-    patched = [module for module in modules.values() if "_load_from_state_dict" in module.__dict__]
+    patched = [module for module in held if "_load_from_state_dict" in module.__dict__]
     overriding = [module for module in (*one_of_each.values(), *patched) if overrides_loading(module)]
     if not all(map(_only_adds_counter, overriding)):
         return True
     counting = {type(module) for module in overriding}
-    counters = (prefix for prefix, module in modules.items() if type(module) in counting)
+    counters = (prefix for prefix, module in modules.items() if type(module) in counting) if counting else ()
     return any(f"{prefix}num_batches_tracked" not in names for prefix in counters)
 
 

@@ -315,10 +315,15 @@ _OF_FSDP_PARAM = ("sharded_param", "_sharded_param_data", "_sharding_spec")
 """The attributes that FSDP2 sets when its parameters get other memory."""
 
 
-def reshard(modules: Iterable[torch.nn.Module]) -> None:
-    """Has modules of FSDP2 show their sharded parameters, and not those that a forward pass has gathered."""
-    for group in _fsdp_groups(modules):
+def reshard(modules: Iterable[torch.nn.Module]) -> bool:
+    """Has modules of FSDP2 show their sharded parameters, and not those that a forward pass has gathered.
+
+    Returns whether there are such modules.
+    """
+    groups = [*_fsdp_groups(modules)]
+    for group in groups:
         group._to_sharded()
+    return bool(groups)
 
 
 def sharded_params(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
