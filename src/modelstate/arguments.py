@@ -182,6 +182,8 @@ def checked_call(
         parameters = signature.parameters.values()
         named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
         keywords = [each.name for each in named if each.name != "self"]
+        accepted, required = {each.name for each in named}, {each.name for each in named if each.default is each.empty}
+        in_order = [each.name for each in named if each.kind is each.POSITIONAL_OR_KEYWORD]
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
         for name, parameter in signature.parameters.items():
             kind = parameter.annotation
@@ -192,7 +194,9 @@ def checked_call(
         @wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             try:
-                given = signature.bind(*args, **kwargs).arguments
+                given: Mapping[str, object] = dict(zip(in_order, args, strict=False)) | kwargs
+                if len(given) < len(args) + len(kwargs) or not required <= given.keys() <= accepted:
+                    given = signature.bind(*args, **kwargs).arguments  # which takes ten times as long
                 for name, accepts_none in flags.items():
                     if name in given:
                         check_flag(name, given[name], accepts_none=accepts_none)

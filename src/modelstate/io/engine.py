@@ -167,12 +167,9 @@ class Block(msgspec.Struct, frozen=True):
     """A run of a file that is read at once, and the parts of ranges in it, between which there may be gaps."""
 
     source: ByteRange
-    parts: tuple[Part, ...]
-
-    @property
-    def wanted_bytes(self) -> int:
-        """The bytes of the parts, without the gaps between them."""
-        return sum(part.nbytes for part in self.parts)
+    parts: list[Part]
+    wanted_bytes: int
+    """The bytes of the parts, without the gaps between them."""
 
 
 def in_blocks(
@@ -196,7 +193,7 @@ def in_blocks(
         is_scattered: Whether a block is read to several places in memory by one call. Then its parts do not overlap,
             there are no more of them than the call takes, and each full block ends at a multiple of `align_bytes`.
     """
-    runs, parts = list[tuple[str, int, list[Part]]](), list[Part]()
+    runs, parts, ends, counts = list[tuple[str, int, list[Part]]](), list[Part](), list[int](), list[int]()
     of_block, begin, end, limit, vectors = "", 0, 0, 0, 0
     for ((path, start, nbytes), unit), which in sorted(zip(wanted, count(), strict=False)):
         done = 0
@@ -208,6 +205,8 @@ def in_blocks(
             if not is_next:
                 parts, vectors = [], 0
                 runs.append((path, at, parts))
+                ends.append(at)
+                counts.append(0)
                 of_block, begin, end, limit = path, at, at, at + block_bytes
                 if is_scattered and limit - limit % align_bytes > at:
                     limit -= limit % align_bytes
@@ -223,12 +222,11 @@ def in_blocks(
             parts.append(Part(which, done, length, at - begin))
             vectors += 2 if at > end else 1
             done += length
+            counts[-1] += length
             if at + length > end:
-                end = at + length
-    return [
-        Block(ByteRange(path, start, max(part.at + part.nbytes for part in parts)), tuple(parts))
-        for path, start, parts in runs
-    ]
+                end = ends[-1] = at + length
+    of_runs = zip(runs, ends, counts, strict=True)
+    return [Block(ByteRange(path, start, end - start), parts, nbytes) for (path, start, parts), end, nbytes in of_runs]
 
 
 # Reading ranges to addresses.
@@ -306,8 +304,9 @@ def read_ranges(
     known = files.fingerprints if isinstance(files, OpenFiles) else files
     is_remote = any(path in known and known[path].is_remote for path in paths)
     threads = threads or (CONNECTIONS if is_remote else read_threads())
-    align_bytes = common_align_bytes(paths, known)
+    align_bytes = DIRECT_ALIGN_BYTES
     if is_remote:
+        align_bytes = common_align_bytes(paths, known)
         share = sum(request.source.nbytes for request in single) // threads
         share = min(max(share, _LEAST_REMOTE_BYTES), _MOST_REMOTE_BYTES)
         batch_bytes = max(batch_bytes or share, align_bytes)  # not two requests for a block of the cache

@@ -226,17 +226,16 @@ class FileFingerprint:
         """Returns the fingerprint of a file of this machine."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
-    def check(self, path: str, found: FileFingerprint) -> None:
-        """Raises `ReadFailedError` where a file has another fingerprint."""
-        if found != self:
-            other = ", another file under the same name" if found.inode != self.inode else ""
-            raise ReadFailedError(
-                "the file has changed since it was opened",
-                where=path,
-                expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
-                found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
-                remedy=OPEN_AGAIN,
-            )
+    def changed(self, path: str, found: FileFingerprint) -> ReadFailedError:
+        """The error for a file that has another fingerprint now."""
+        other = ", another file under the same name" if found.inode != self.inode else ""
+        return ReadFailedError(
+            "the file has changed since it was opened",
+            where=path,
+            expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
+            found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
+            remedy=OPEN_AGAIN,
+        )
 
 
 def read_failed(
@@ -280,7 +279,7 @@ class LocalFile:
         OSError: The file cannot be opened.
     """
 
-    _leased_at: float | None = None
+    leased_at: float | None = None
     """When the read lease was taken; None without one."""
     _direct: Descriptor | None = None
     """The file once more, with O_DIRECT."""
@@ -326,7 +325,7 @@ class LocalFile:
         What the page cache does not return at once of a leased file is read again. Raises `ReadFailedError`.
         """
         with suppress(OSError):  # which the usual call has again
-            if self.is_leased:
+            if self.leased_at is not None:
                 count = system.preadv_cached(self.descriptor, buffers, offset)
             else:
                 count = 0 if self._direct is None else self._read_window(self._direct, buffers, offset)
@@ -372,11 +371,6 @@ class LocalFile:
         self._windows.append(window)
         return max(at - (offset - start), 0)
 
-    @property
-    def is_leased(self) -> bool:
-        """Whether this file has a read lease."""
-        return self._leased_at is not None
-
     def lease(self) -> str:
         """Takes a read lease. Returns an empty string, or the reason why there is none.
 
@@ -384,14 +378,15 @@ class LocalFile:
         """
         refusal = lease.hold_for_now(self.descriptor) if self.status.st_nlink else lease.NAMELESS
         if not refusal:
-            self._leased_at = time.monotonic()
-            self.fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor))
+            self.leased_at = time.monotonic()
+            if (found := fingerprint_of(self.path, self.descriptor)) != self.fingerprint:
+                raise self.fingerprint.changed(self.path, found)
         return refusal
 
     def release(self) -> None:
         """Releases the lease, if there is one: a writer that waits goes on."""
-        if self.is_leased:
-            self._leased_at = None
+        if self.leased_at is not None:
+            self.leased_at = None
             lease.release(self.descriptor)
 
     def check_unchanged(self) -> None:
@@ -399,10 +394,11 @@ class LocalFile:
 
         A leased file has not changed before a writer has waited for too long.
         """
-        if self._leased_at is None:
+        if self.leased_at is None:
             # After the last read and before the file is closed: a change during the read may have been read in part.
-            self.fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor))
-        elif not lease.is_intact(self.descriptor) and time.monotonic() - self._leased_at > lease.safe_seconds():
+            if (found := fingerprint_of(self.path, self.descriptor)) != self.fingerprint:
+                raise self.fingerprint.changed(self.path, found)
+        elif not lease.is_intact(self.descriptor) and time.monotonic() - self.leased_at > lease.safe_seconds():
             raise ReadFailedError(
                 "a process that waited to write to the file was let go on before the read was over",
                 where=self.path,
@@ -412,7 +408,8 @@ class LocalFile:
 
     def close(self) -> None:
         """Closes the file, and releases its lease."""
-        self.release()
+        if self.leased_at is not None:
+            self.release()
         if self._direct is not None:
             self._direct.close()
         self.descriptor.close()
@@ -444,7 +441,7 @@ def open_unchanged(path: str, fingerprint: FileFingerprint | None) -> LocalFile:
         raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
     if fingerprint is not None and file.fingerprint != fingerprint:
         file.close()
-        fingerprint.check(path, file.fingerprint)
+        raise fingerprint.changed(path, file.fingerprint)
     return file
 
 
@@ -489,7 +486,7 @@ class OpenFiles:
             return
         if self._kept:
             self._kept.popitem()[1].close()
-        elif (first := next((path for path, file in local.items() if not file.is_leased), None)) is not None:
+        elif (first := next((path for path, file in local.items() if file.leased_at is None), None)) is not None:
             self._left.add(first)
             del self._files[first]  # a thread that is reading it has a reference, which keeps it open
 
@@ -525,13 +522,15 @@ _kept = ThreadValue[dict[str, LocalFile] | None](None)
 @contextmanager
 def kept_open() -> Iterator[dict[str, LocalFile]]:
     """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
-    kept = dict[str, LocalFile]()
+    before, kept = _kept.value, dict[str, LocalFile]()
     try:
-        with _kept.replaced(kept):
-            yield kept
+        _kept.value = kept
+        yield kept
     except BaseException:  # whose traceback may live on
         OpenFiles({}, kept).close()
         raise
+    finally:
+        _kept.value = before
 
 
 HEAD_BYTES = 4096

@@ -36,7 +36,7 @@ import struct
 import time
 import weakref
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 
 from modelstate.forks import at_fork, fork_safe_lock
 from modelstate.io import system
@@ -119,7 +119,8 @@ def hold_for_now(descriptor: int) -> str:
     if filesystem_type(descriptor) not in _FILE_SYSTEMS:
         return "other machines may write to its file system"
     try:
-        _take(descriptor)
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # a writer may come before the owner is taken away
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
     except OSError as error:
         return _reason(error)
@@ -239,11 +240,12 @@ def _answer(lease: Lease, until: float) -> None:
         _release(lease.mapped)
 
 
+@cache
 def safe_seconds() -> float:
-    """The seconds for which a writer certainly waits for a lease to end."""
+    """The seconds for which a writer certainly waits for a lease to end: a setting of the system, read once."""
     seconds = _USUAL_BREAK_SECONDS
-    with suppress(OSError, ValueError), open(_BREAK_TIME, "rb") as file:
-        seconds = float(file.read()) or math.inf  # with 0 the kernel never ends a lease by itself
+    with suppress(OSError, ValueError), Descriptor(os.open(_BREAK_TIME, os.O_RDONLY)) as file:
+        seconds = float(os.read(file, 32)) or math.inf  # with 0 the kernel never ends a lease by itself
     return seconds - _MARGIN_SECONDS
 
 

@@ -151,27 +151,28 @@ def resident(descriptor: int, start: int, nbytes: int, *, step: int = 0) -> byte
         return None if nbytes else b""
     first = start // _mmap.PAGESIZE * _mmap.PAGESIZE
     nbytes += start - first
-    length, flags = ctypes.c_size_t(nbytes), _mmap.MAP_PRIVATE | MAP_NORESERVE
     # Not `_mmap.mmap`, which duplicates the descriptor, and asks for the status of the file.
-    address = _libc.mmap(None, length, _mmap.PROT_READ, flags, descriptor, ctypes.c_long(first))
+    address = _libc.mmap(None, nbytes, _mmap.PROT_READ, _mmap.MAP_PRIVATE | MAP_NORESERVE, descriptor, first)
     if address == MAP_FAILED:
         return None
     try:
         step = step // _mmap.PAGESIZE * _mmap.PAGESIZE
-        pages = ctypes.create_string_buffer(-(-nbytes // (step or _mmap.PAGESIZE)))
-        asked = ctypes.c_size_t(1 if step else nbytes)
+        pages = bytearray(-(-nbytes // (step or _mmap.PAGESIZE)))
+        first_byte = ctypes.addressof(ctypes.c_char.from_buffer(pages))
         for number, at in enumerate(range(0, nbytes, step or nbytes)):
-            if _libc.mincore(ctypes.c_void_p(address + at), asked, ctypes.byref(pages, number)):
+            if _libc.mincore(address + at, 1 if step else nbytes, first_byte + number):
                 return None
-        return pages.raw
+        return bytes(pages)
     finally:
-        _libc.munmap(ctypes.c_void_p(address), length)
+        _libc.munmap(address, nbytes)
 
 
 def filesystem_type(descriptor: int) -> int:
     """The number of the type of a file's file system (`f_type` of `fstatfs`); 0 where the kernel does not say."""
-    status = (ctypes.c_long * 64)()  # larger than `struct statfs`, which begins with the type
-    return 0 if not IS_LINUX or _libc.fstatfs(descriptor, ctypes.byref(status)) else status[0] & 0xFFFFFFFF
+    status = bytearray(512)  # larger than `struct statfs`, which begins with the type
+    if not IS_LINUX or _libc.fstatfs(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(status))):
+        return 0
+    return ctypes.c_long.from_buffer(status).value & 0xFFFFFFFF
 
 
 def available_bytes() -> int:
@@ -195,6 +196,11 @@ def trim_heap() -> None:
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+if IS_LINUX:
+    _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 
 # Open files.

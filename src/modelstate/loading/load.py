@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -232,13 +233,16 @@ def load(
     return LoadHandle(staged, commit)
 
 
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _ranks_of(
     tensors: nn.Module | tuple[()], process_group: ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> Agreement | None:
     """Returns the ranks that load these tensors together; None for a load on one rank."""
     # Without a process group there is one rank. Where the model then has DTensors, `check_plan` raises.
-    has_group = (dist.is_available() and dist.is_initialized()) or process_group is not None
-    if has_group or timeout_seconds != TIMEOUT_SECONDS:
+    if _has_group() or process_group is not None or timeout_seconds != TIMEOUT_SECONDS:
         agreement = agreement_of(tensors, process_group, timeout_seconds)
         return agreement if agreement.is_collective else None
     return None
@@ -332,7 +336,7 @@ def execute(
             for state, key, value in following_state(optimizers, finals, before) if optimizers else ():
                 transaction.at_commit(partial(state.__setitem__, key, value))
             place_fallible(transaction, executions)
-            if any(item.transfers.facts.sharded is not None for item in planner.singles):
+            if not _has_group() and any(item.transfers.facts.sharded is not None for item in planner.singles):
                 transaction.register_undo(refresh_shards(planner.slots.modules.values()))
             # Mapped values are not read, so no read notices a change.
             for maps in {maps for item in executions if (maps := item.transfers.maps) is not None}:
@@ -385,7 +389,7 @@ def prepare(
     """
     with kept_open() as opened, nullcontext() if call_extra_state else torch.random.fork_rng(devices=[]):
         slots = slots_of(transaction.root)
-        if reshard(slots.modules.values()):
+        if "torch.distributed.fsdp" in sys.modules and reshard(slots.modules.values()):
             slots = slots_of(transaction.root)
         view = ModelSchemaView(transaction.root, slots)
         if isinstance(source, LoadPlan):
@@ -491,7 +495,7 @@ def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer]) ->
 
     A transform of modules must not replace a parameter of an optimizer: the state that fits the new tensor is unknown.
     """
-    if any(item.transfers.facts.sharded is not None for item in planner.singles):
+    if not _has_group() and any(item.transfers.facts.sharded is not None for item in planner.singles):
         agreement_of(planner.model)  # raises where there is none
     if planner.problems:
         raise plan_error(*planner.names, planner.problems, given=planner.matched.given) from planner.cause

@@ -130,7 +130,7 @@ def limit_memory(staging: Staging, executions: Iterable[Execution]) -> None:
     most = math.inf if budget is None else budget
     if any(file.is_remote for file in staging.checkpoint.fingerprints.values()):
         strategy = replace(strategy, threads=CONNECTIONS, remote=budget is not None)
-    for staging.strategy in chain([strategy], strategy.smaller()):
+    for staging.strategy in [strategy] if budget is None else chain([strategy], strategy.smaller()):
         staging.peak_memory_bytes = needed = peak_bytes(transfers, staging.strategy)
         if needed <= most:
             return

@@ -358,7 +358,7 @@ def allocate(executions: Iterable[Execution]) -> None:
         transfers = item.transfers
         if transfers.way is Way.INTO:
             item.finals = transfers.params
-        elif transfers.on_cpu:
+        elif transfers.device.type == "cpu":
             item.finals = fresh_tensors(transfers.layouts())
         else:
             with torch.inference_mode(False):

@@ -238,11 +238,12 @@ def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]
         tensors: The tensor of each item.
     """
     starts, sizes = _addresses_of(tensors)
-    order = np.argsort(starts, kind="stable")
-    order = order[(starts[order] > 0) & (sizes[order] > 0)]
+    order = starts.argsort(kind="stable")
     starts, ends = starts[order], (starts + sizes)[order]
     if not (starts[1:] < np.maximum.accumulate(ends)[:-1]).any():
         return []
+    with_memory = (starts > 0) & (ends > starts)
+    order, starts, ends = order[with_memory], starts[with_memory], ends[with_memory]
     groups: list[list[int]] = []
     last: dict[torch.device, tuple[list[int], int]] = {}
     """The last run of tensors that overlap on each device, and where it ends: devices may use the same addresses."""
