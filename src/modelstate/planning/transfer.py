@@ -15,7 +15,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from enum import IntEnum, StrEnum
-from operator import itemgetter
 
 import msgspec
 import torch
@@ -547,7 +546,6 @@ def plain_transfers(
     found = list[Transfers]()
     for (way, why, in_blocks, device), of_group in groups.items():
         if of_group := [row for row in of_group if id(row[0].tensor) not in shared] if shared else of_group:
-            of_group.sort(key=itemgetter(1))  # in the order of the file
             of_slots, indices, dtypes = map(list, zip(*of_group, strict=True))
             of_names, of_kinds, params = map(list, zip(*of_slots, strict=True))
             firsts = [names[0] if names[0] in rows else next(filter(rows.__contains__, names)) for names in of_names]

@@ -130,7 +130,7 @@ def needs_protocol(modules: Mapping[str, torch.nn.Module], names: Collection[obj
         return True
     held = modules.values()
     tables = [table for module in held for table in (module._parameters, module._buffers, module._modules) if table]
-    if "." in "".join(chain.from_iterable(tables)):
+    if "." in "".join(chain.from_iterable(table.keys() for table in tables)):
         return True
     found = [hooks for m in held for hooks in (m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks) if hooks]
     if found and not all(is_hook_of_fsdp(hook) for hooks in found for hook in hooks.values()):
