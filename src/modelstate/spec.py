@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from itertools import pairwise, product
-from operator import add
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
@@ -433,23 +432,15 @@ class TensorColumns(msgspec.Struct, frozen=True, dict=True):
     @cached_attribute
     def extents(self) -> list[ByteRange]:
         """The ranges in the order of the files, where ranges that adjoin or are equal are one."""
-        ends = [*map(add, self.starts, self.nbytes)]
-        if ends[:-1] == [*self.starts[1:]] and len({*self.paths}) == 1:  # a whole file, in its order
-            return [ByteRange(self.paths[0], self.starts[0], ends[-1] - self.starts[0])]
-        import numpy as np
-
-        numbers = dict[str, int]()
-        paths = np.array([numbers.setdefault(path, len(numbers)) for path in self.paths])
-        starts, nbytes = np.array(self.starts), np.array(self.nbytes)
-        order = np.lexsort((starts, paths))
-        paths, starts, ends = paths[order], starts[order], (starts + nbytes)[order]
-        is_first = np.ones(len(order), bool)
-        is_first[1:] = (paths[1:] != paths[:-1]) | (starts[1:] > ends[:-1])
-        first = np.flatnonzero(is_first)
-        last = np.append(first[1:], len(order)) - 1
-        names = [*numbers]
-        runs = zip(paths[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
-        return [ByteRange(names[path], start, end - start) for path, start, end in runs]
+        found, of_path, begin, end = list[ByteRange](), "", 0, 0
+        for path, start, nbytes in sorted(zip(self.paths, self.starts, self.nbytes, strict=True)):
+            if path != of_path or start > end:
+                if of_path:
+                    found.append(ByteRange(of_path, begin, end - begin))
+                of_path, begin, end = path, start, start
+            if start + nbytes > end:
+                end = start + nbytes
+        return [*found, ByteRange(of_path, begin, end - begin)] if of_path else found
 
     def selected(self, rows: Sequence[int]) -> TensorColumns:
         """Returns some rows, in this order; this object itself for all rows in their order."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, KeysView, Sequence
-from operator import itemgetter
+from operator import itemgetter, lt
 from typing import NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -224,8 +223,8 @@ def place_of(tensor: torch.Tensor) -> Hashable:
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first element of a plain tensor and behind the last; equal for one without memory."""
-    (start,), (size,) = (array.tolist() for array in _addresses_of([tensor]))
-    return start, start + size
+    (start,), (end,) = _addresses_of([tensor])
+    return start, end
 
 
 def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]]:
@@ -237,18 +236,17 @@ def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]
         items: Anything.
         tensors: The tensor of each item.
     """
-    starts, sizes = _addresses_of(tensors)
-    order = starts.argsort(kind="stable")
-    starts, ends = starts[order], (starts + sizes)[order]
-    if not (starts[1:] < np.maximum.accumulate(ends)[:-1]).any():
+    starts, ends = _addresses_of(tensors)
+    # Ranges are disjoint where each one but the first begins behind as many ends as there are ranges before it.
+    if not any(map(lt, sorted(starts)[1:], sorted(ends))):
         return []
-    with_memory = (starts > 0) & (ends > starts)
-    order, starts, ends = order[with_memory], starts[with_memory], ends[with_memory]
     groups: list[list[int]] = []
     last: dict[torch.device, tuple[list[int], int]] = {}
     """The last run of tensors that overlap on each device, and where it ends: devices may use the same addresses."""
-    for index, start, end in zip(order.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        device = tensors[index].device
+    for index in sorted(range(len(starts)), key=starts.__getitem__):
+        start, end, device = starts[index], ends[index], tensors[index].device
+        if start == end:
+            continue
         run, run_end = last.get(device, ([], 0))
         if start < run_end:
             run.append(index)
@@ -260,20 +258,17 @@ def sharing(items: Sequence[T], tensors: Sequence[torch.Tensor]) -> list[list[T]
     return [[items[index] for index in sorted(group)] for group in groups]
 
 
-Addressed = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+def _addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Returns where the elements of each tensor begin in memory, and where they end.
 
-
-def _addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[Addressed, Addressed]:
-    """Returns where the elements of each tensor begin in memory, and their bytes, with those between them.
-
-    Both are 0 for tensors without elements in memory: empty ones, and those on meta.
+    Both are equal for tensors without elements in memory: empty ones, and those on meta.
     """
-    starts = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-    sizes = [
-        tensor.nbytes if tensor.is_contiguous() else span(tensor.size(), tensor.stride()) * tensor.itemsize
-        for tensor in tensors
+    starts = [tensor.data_ptr() for tensor in tensors]
+    ends = [
+        start and start + (each.nbytes if each.is_contiguous() else span(each.size(), each.stride()) * each.itemsize)
+        for start, each in zip(starts, tensors, strict=True)
     ]
-    return starts, np.array(sizes, np.uint64)
+    return starts, ends
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
