@@ -217,7 +217,7 @@ def load(
     with exclusive(model), paused_gc(), Transaction(model) as transaction:
         planner, staging = prepare(transaction, source, checked, call_extra_state=False)
         staging.files.close()
-        check_plan(planner, checked.optimizers)
+        check_plan(planner, checked.optimizers, agreement)
         executions = planner.executions
         for item in executions:
             if item.transfers.way is Way.INTO:
@@ -233,16 +233,13 @@ def load(
     return LoadHandle(staged, commit)
 
 
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _ranks_of(
     tensors: nn.Module | tuple[()], process_group: ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> Agreement | None:
     """Returns the ranks that load these tensors together; None for a load on one rank."""
     # Without a process group there is one rank. Where the model then has DTensors, `check_plan` raises.
-    if _has_group() or process_group is not None or timeout_seconds != TIMEOUT_SECONDS:
+    has_group = process_group is not None or (dist.is_available() and dist.is_initialized())
+    if has_group or timeout_seconds != TIMEOUT_SECONDS:
         agreement = agreement_of(tensors, process_group, timeout_seconds)
         return agreement if agreement.is_collective else None
     return None
@@ -308,7 +305,7 @@ def execute(
             held.callback(staging.files.close)
             if check is not None:
                 check(planner)
-            check_plan(planner, optimizers)
+            check_plan(planner, optimizers, agreement)
             if staged is None:
                 limit_memory(staging, planner.executions)
             else:
@@ -336,7 +333,7 @@ def execute(
             for state, key, value in following_state(optimizers, finals, before) if optimizers else ():
                 transaction.at_commit(partial(state.__setitem__, key, value))
             place_fallible(transaction, executions)
-            if not _has_group() and any(item.transfers.facts.sharded is not None for item in planner.singles):
+            if any(item.transfers.facts.sharded is not None for item in planner.singles):
                 transaction.register_undo(refresh_shards(planner.slots.modules.values()))
             # Mapped values are not read, so no read notices a change.
             for maps in {maps for item in executions if (maps := item.transfers.maps) is not None}:
@@ -490,12 +487,12 @@ def _check_same(planner: Planner, was: Mapping[str, object], now: Mapping[str, o
     )
 
 
-def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises the problems of a plan, and `DistributedError` for DTensors without a process group.
+def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer], agreement: Agreement | None) -> None:
+    """Raises the problems of a plan, and `DistributedError` for DTensors that no ranks load together.
 
     A transform of modules must not replace a parameter of an optimizer: the state that fits the new tensor is unknown.
     """
-    if not _has_group() and any(item.transfers.facts.sharded is not None for item in planner.singles):
+    if agreement is None and any(item.transfers.facts.sharded is not None for item in planner.singles):
         agreement_of(planner.model)  # raises where there is none
     if planner.problems:
         raise plan_error(*planner.names, planner.problems, given=planner.matched.given) from planner.cause
