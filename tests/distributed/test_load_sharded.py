@@ -41,6 +41,26 @@ def test_the_dtype_of_a_model_that_has_run(ranks: Ranks, tmp_path: Path) -> None
     assert ranks.values(in_use, str(tmp_path / "x.safetensors")) == [["SHARDS_IN_USE"]] * 4
 
 
+def freed(path: str) -> bool:
+    """A model that has run, whose memory was freed, gives the outputs of the file after a load, and can be trained."""
+    net, whole, values = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)), torch.ones(3, 8)
+    fully_shard(net, mesh=models.mesh(4))
+    net(values)
+    net.to("meta")
+    ms.load(net, path)
+    ms.load(whole, path)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    output = net(values)
+    output.sum().backward()
+    optimizer.step()
+    return torch.equal(output, whole(values)) and not torch.equal(output, net(values))
+
+
+def test_a_model_that_has_run_and_was_freed(ranks: Ranks, tmp_path: Path) -> None:
+    ms.save(nn.Sequential(nn.Linear(8, 8)), tmp_path / "x.safetensors")
+    assert ranks.values(freed, str(tmp_path / "x.safetensors")) == [True] * 4
+
+
 def mixed_precision(path: str) -> bool:
     """A tied model on meta, with a policy of mixed precision, against the same model sharded with its values."""
     whole = models.plain("tied", seed=1)
