@@ -131,8 +131,7 @@ class Maps:
                     at_path = fingerprint_of(path)
                     if (at_path.inode, at_path.device) == (fingerprint.inode, fingerprint.device):
                         found = at_path
-                if found != fingerprint:
-                    raise fingerprint.changed(path, found)
+                fingerprint.check(path, found)
 
     def is_mappable(self, path: str) -> bool:
         """Whether a file of the checkpoint can be mapped: it is on this machine, and its file system has maps.

@@ -199,8 +199,7 @@ def open(
     if repository:
         commit = os.path.basename(repository).rpartition("@")[2]
         label = f"hf://{name.partition('@')[0]}@{commit}"
-    checkpoint = Checkpoint(contents, source=label)
-    return checkpoint if key is None else checkpoint.select(key)
+    return _part(Checkpoint(contents, source=label), key)
 
 
 def _part(checkpoint: Checkpoint, key: str | None) -> Checkpoint:

@@ -226,16 +226,17 @@ class FileFingerprint:
         """Returns the fingerprint of a file of this machine."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
-    def changed(self, path: str, found: FileFingerprint) -> ReadFailedError:
-        """The error for a file that has another fingerprint now."""
-        other = ", another file under the same name" if found.inode != self.inode else ""
-        return ReadFailedError(
-            "the file has changed since it was opened",
-            where=path,
-            expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
-            found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
-            remedy=OPEN_AGAIN,
-        )
+    def check(self, path: str, found: FileFingerprint) -> None:
+        """Raises `ReadFailedError` where a file has another fingerprint."""
+        if found != self:
+            other = ", another file under the same name" if found.inode != self.inode else ""
+            raise ReadFailedError(
+                "the file has changed since it was opened",
+                where=path,
+                expected=f"{self.nbytes} bytes, modified at {self.modified_ns} ns",
+                found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns{other}",
+                remedy=OPEN_AGAIN,
+            )
 
 
 def read_failed(
@@ -379,8 +380,7 @@ class LocalFile:
         refusal = lease.hold_for_now(self.descriptor) if self.status.st_nlink else lease.NAMELESS
         if not refusal:
             self.leased_at = time.monotonic()
-            if (found := fingerprint_of(self.path, self.descriptor)) != self.fingerprint:
-                raise self.fingerprint.changed(self.path, found)
+            self.fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor))
         return refusal
 
     def release(self) -> None:
@@ -396,8 +396,7 @@ class LocalFile:
         """
         if self.leased_at is None:
             # After the last read and before the file is closed: a change during the read may have been read in part.
-            if (found := fingerprint_of(self.path, self.descriptor)) != self.fingerprint:
-                raise self.fingerprint.changed(self.path, found)
+            self.fingerprint.check(self.path, fingerprint_of(self.path, self.descriptor))
         elif not lease.is_intact(self.descriptor) and time.monotonic() - self.leased_at > lease.safe_seconds():
             raise ReadFailedError(
                 "a process that waited to write to the file was let go on before the read was over",
@@ -408,8 +407,7 @@ class LocalFile:
 
     def close(self) -> None:
         """Closes the file, and releases its lease."""
-        if self.leased_at is not None:
-            self.release()
+        self.release()
         if self._direct is not None:
             self._direct.close()
         self.descriptor.close()
@@ -441,7 +439,7 @@ def open_unchanged(path: str, fingerprint: FileFingerprint | None) -> LocalFile:
         raise read_failed("the file can no longer be opened", path, error, "open the checkpoint again") from error
     if fingerprint is not None and file.fingerprint != fingerprint:
         file.close()
-        raise fingerprint.changed(path, file.fingerprint)
+        fingerprint.check(path, file.fingerprint)
     return file
 
 
@@ -522,15 +520,13 @@ _kept = ThreadValue[dict[str, LocalFile] | None](None)
 @contextmanager
 def kept_open() -> Iterator[dict[str, LocalFile]]:
     """Within the block, a `SourceFile` of this thread leaves its file open; yields these files by their paths."""
-    before, kept = _kept.value, dict[str, LocalFile]()
+    kept = dict[str, LocalFile]()
     try:
-        _kept.value = kept
-        yield kept
+        with _kept.replaced(kept):
+            yield kept
     except BaseException:  # whose traceback may live on
         OpenFiles({}, kept).close()
         raise
-    finally:
-        _kept.value = before
 
 
 HEAD_BYTES = 4096
