@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ CALLS: dict[str, Callable[[int, Path], Callable[[], object]]] = {
         (store := ms.Store(path / str(len([*path.iterdir()])))).save(0, objects := {"model": model(n)})
         and (lambda: store.save(1, objects))
     ),
+    "the model's own tensors": lambda n, _: partial(ms.load_state_dict, target := model(n), target.state_dict()),
     "names that do not fit": lambda n, _: failing(model(n), state(n, "body.layers.") | state(n, "head.")),
 }
 

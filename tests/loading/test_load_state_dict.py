@@ -473,6 +473,25 @@ def test_an_error_leaves_the_flags_of_assigned_parameters() -> None:
     assert given.requires_grad
 
 
+@pytest.mark.parametrize("assign", [False, True], ids=["its own tensors", "assign"])
+def test_other_objects_are_left_alone_where_no_code_of_the_model_runs(assign: bool) -> None:
+    read: list[str] = []
+
+    class Proxy:
+        """As one that connects to a service when an attribute of it is read."""
+
+        def __getattribute__(self, name: str) -> Any:
+            read.append(name)
+            return super().__getattribute__(name)
+
+    module = nn.Linear(2, 2)
+    module.service = Proxy()  # type: ignore[assignment]
+    state = randomised(module) if assign else module.state_dict()
+    read.clear()
+    ms.load_state_dict(module, state, assign=assign)
+    assert not read
+
+
 @pytest.mark.parametrize(("module", "says"), [(nn.Linear, "this is a class"), (None, "not a model")])
 def test_what_is_no_module(module: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says):
