@@ -165,6 +165,27 @@ def test_the_cache_of_hugging_face(index_is_a_link: bool, tmp_path: Path) -> Non
     assert ms.open(place).keys() == STATE.keys()
 
 
+# Indexes that change.
+
+
+def test_an_index_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """Three times a save removes the shards when the first of them is opened."""
+    path, opened = tmp_path / "model.safetensors", set[str]()
+
+    def save(value: int) -> None:
+        ms.save({name: torch.full((4,), value) for name in "ab"}, path, shard_size_bytes=16)
+
+    def before(request: Request) -> None:
+        if "-00001-of-" in request.path and request.path not in opened and len(opened) < 3:
+            opened.add(request.path)
+            save(len(opened))
+
+    save(0)
+    with faulty_reads(before=before):
+        found = ms.open(path)
+    assert [found.tensor(name).tolist() for name in found] == [[3] * 4] * 2
+
+
 # Indexes that lie.
 
 
@@ -297,6 +318,13 @@ def test_an_index_beyond_all_measure_is_not_read(tmp_path: Path) -> None:
     with index.open("r+b") as file:
         file.truncate(10 << 30)
     with pytest.raises(DamagedFileError, match="larger than that of any model"):
+        ms.open(index)
+
+
+def test_an_index_of_more_parts_than_are_parsed(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    index.write_text('{"more": [%s[]],%s' % ("[]," * 2_500_000, index.read_text().lstrip()[1:]))  # noqa: UP031
+    with pytest.raises(DamagedFileError, match="more than 5,000,000 parts"):
         ms.open(index)
 
 
