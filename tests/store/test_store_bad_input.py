@@ -36,6 +36,13 @@ def test_what_is_no_directory(directory: Any) -> None:
         ms.Store(directory)
 
 
+@pytest.mark.parametrize("url", ["s3://", "gs://", "az://", "s3:///"])
+def test_a_url_without_a_bucket_is_shown_as_it_was_given(url: str) -> None:
+    with pytest.raises(errors.UnsavableError, match="a directory cannot be put here") as raised:
+        ms.Store(url)
+    assert raised.value.where == url
+
+
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(errors.UnsavableError):

@@ -427,8 +427,8 @@ def target_path(path: object, kind: Literal["file", "directory"] = "file") -> st
         )
     try:
         if is_remote(target):
-            check_writable(location := locate(target.rstrip("/")))
-            return location.url
+            check_writable(locate(target))  # an error shows it as it was given: s3:// ends with slashes
+            return locate(target.rstrip("/")).url
         return local_path(target)
     except SourceTypeError as error:
         remedy = f"give the path of a {kind}" + ("; save there, and copy it to its place" if kind == "file" else "")
