@@ -228,6 +228,7 @@ DAMAGED = {
     "more entries than elements": payload_of(100, GOOD, 2**32 - 1),
     "more entries than bytes": payload_of(100, GOOD, 2),
     "no entries": payload_of(100, GOOD, 0),
+    "entries without a frame": payload_of(100, b"", 1, b""),
     "a position behind the end": payload_of(100, bytes([100, 0x10]), 1),
     "a long step behind the end": payload_of(100, bytes([4, 0x11]), 1),
     "positions behind the end": payload_of(100, bytes([1] * 100 + [3] * 100), 100),

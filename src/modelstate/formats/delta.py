@@ -251,6 +251,8 @@ def check(payload: torch.Tensor, numel: int, itemsize: int, where: str = "") -> 
     directory = _directory(data)
     if directory.blocks.max(initial=0, axis=0)[1] > BLOCK_ELEMENTS:
         raise _damaged("a block of more entries than elements", where)
+    if directory.blocks[directory.blocks[:, 0] == 0].any():
+        raise _damaged("a block with entries and without a frame", where)
     if directory.starts[-1] != len(data):
         raise _damaged(f"{len(data)} bytes; its directory describes {directory.starts[-1]}", where)
     return directory
