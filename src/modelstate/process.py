@@ -262,8 +262,8 @@ class cached_attribute(Generic[_Item]):
 
 # The garbage collector.
 
-_pausing, _in_pause = list[int](), list[int]()
-"""The threads that pause the collector: several may load at once. They leave the second list when it may be on."""
+_pausing, _in_pause = dict[object, int](), dict[object, int]()
+"""The thread of each pause of the collector: several may load at once. It leaves the second dict when it may be on."""
 
 
 @contextmanager
@@ -276,23 +276,26 @@ def gc_paused() -> Iterator[None]:
     if not (gc.isenabled() or _pausing):
         yield
         return
-    thread = threading.get_ident()
-    _in_pause.append(thread)
-    _pausing.append(thread)
+    thread, pause = threading.get_ident(), object()
+    # Python lets an interrupt in at calls alone: none comes between these lines.
+    _in_pause[pause] = _pausing[pause] = thread
     try:
         gc.disable()
         yield
     finally:
-        _pausing.remove(thread)
-        if not _pausing:
-            gc.enable()
-        _in_pause.remove(thread)
+        del _pausing[pause]
+        try:
+            if not _pausing:
+                gc.enable()
+        finally:
+            del _in_pause[pause]
 
 
 def _end_pauses_of_others() -> None:
     was_in_pause, thread = bool(_in_pause), threading.get_ident()
-    for threads in (_pausing, _in_pause):
-        threads[:] = [each for each in threads if each == thread]
+    for pauses in (_pausing, _in_pause):
+        for pause in [pause for pause, of_thread in pauses.items() if of_thread != thread]:
+            del pauses[pause]
     if was_in_pause and not _pausing:
         gc.enable()
 

@@ -252,9 +252,15 @@ def test_the_ranks_are_those_of_the_mesh(ranks: Ranks) -> None:
         assert "to do: modelstate.Store(process_group=)" in str(found["pair of a store"])
 
 
-def test_dtensors_without_a_process_group() -> None:
+class Own(nn.Linear):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        pytest.fail("the code of the model was called")
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, Own])
+def test_dtensors_without_a_process_group(cls: type[nn.Linear]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    net = nn.Linear(2, 2)
+    net = cls(2, 2)
     fully_shard(net)
     dist.destroy_process_group()
     with pytest.raises(errors.DistributedError, match="there is no process group"):

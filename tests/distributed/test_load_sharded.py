@@ -41,6 +41,30 @@ def test_the_dtype_of_a_model_that_has_run(ranks: Ranks, tmp_path: Path) -> None
     assert ranks.values(in_use, str(tmp_path / "x.safetensors")) == [["SHARDS_IN_USE"]] * 4
 
 
+def shown_whole(call: str, path: str) -> bool:
+    """After a forward pass FSDP2 shows the root's parameters whole. Of one rank the source does not fit."""
+    net = nn.Sequential(nn.Linear(8, 8))
+    fully_shard(net, mesh=models.mesh(4))
+    before = models.gathered(net)
+    with torch.no_grad():
+        net(torch.ones(3, 8))
+    source = path if dist.get_rank() != 1 else path.replace(".safetensors", "-other.safetensors")
+    try:
+        _ = ms.load(net, source) if call == "load" else ms.restore({"net": net}, source)
+    except errors.ModelStateError:
+        after = models.gathered(net)
+        return all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    return False
+
+
+@pytest.mark.parametrize("call", ["load", "restore"])
+def test_ranks_load_together_where_fsdp_shows_whole_parameters(ranks: Ranks, call: str, tmp_path: Path) -> None:
+    fits, other = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 9))
+    ms.save(fits if call == "load" else {"net": fits}, tmp_path / "x.safetensors")
+    ms.save(other if call == "load" else {"net": other}, tmp_path / "x-other.safetensors")
+    assert ranks.values(shown_whole, call, str(tmp_path / "x.safetensors")) == [True] * 4
+
+
 def freed(path: str) -> bool:
     """A model that has run, whose memory was freed, gives the outputs of the file after a load, and can be trained."""
     net, whole, values = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)), torch.ones(3, 8)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from torch._C import _len_torch_dispatch_stack
 import modelstate as ms
 from modelstate.errors import ModelCodeError, OptionError, TransformError
 from tests.programs import Program
-from tests.sweeps import EXHAUSTIVE
+from tests.sweeps import EXHAUSTIVE, sample
 
 # In the middle of a large load.
 
@@ -281,3 +282,37 @@ def test_at_calls_within_the_library(name: str, handler: Handler, tmp_path: Path
             assert _len_torch_dispatch_stack() == 0, "a mode of the library is still active"
             if is_compared:  # the model is as before, or the commit was over
                 assert is_equal(before, state(model)) or is_equal(state(right), state(model))
+
+
+@pytest.mark.parametrize("materialised", [True, False])
+def test_nothing_is_left_open(materialised: bool, handler: Handler, tmp_path: Path) -> None:
+    """An interrupt as a function of C returns: the file is closed, and the garbage collector goes on."""
+    path, calls, stop = tmp_path / "x.safetensors", list[str](), -1
+    save_file(nn.Linear(256, 256).state_dict(), path)
+
+    def on_call(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_return" and frame.f_globals.get("__name__", "").startswith("modelstate."):
+            calls.append(f"{frame.f_code.co_qualname} {function.__name__}")
+            if len(calls) - 1 == stop:
+                signal.raise_signal(signal.SIGUSR1)
+
+    def run() -> None:
+        model = nn.Linear(256, 256, device=None if materialised else "meta")
+        calls.clear()
+        sys.setprofile(on_call)
+        try:
+            ms.load(model, path)
+        finally:
+            sys.setprofile(None)
+
+    run()
+    run()
+    for place in sample(range(len(calls)), calls.__getitem__):
+        stop = place
+        with suppress(Alarm):
+            run()
+        handler.raised = None
+        assert gc.isenabled(), calls[-1]
+        gc.collect()  # of what refers to itself, such as the maps of a checkpoint
+        links = [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
+        assert os.path.realpath(path) not in links, calls[-1]

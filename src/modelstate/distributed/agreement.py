@@ -55,7 +55,7 @@ from modelstate.process import Stopped
 from modelstate.text_format import listed
 from modelstate.torch_compat.modules import modules_of, tensors_of
 from modelstate.torch_compat.plain import byte_tensor, is_sharded
-from modelstate.torch_compat.sharding import ranks_of_meshes
+from modelstate.torch_compat.sharding import gathered_shards, ranks_of_meshes
 
 _R = TypeVar("_R")
 _NUMBERS = 2 + 2 * 4
@@ -517,7 +517,8 @@ def agreement_of(
     # A program without DTensors has not imported their module, and its models are not searched.
     sharded: list[torch.Tensor] = []
     if "torch.distributed.tensor" in sys.modules:
-        tensors = tensors_of(modules_of(model)) if isinstance(model, nn.Module) else model
+        modules = modules_of(model) if isinstance(model, nn.Module) else []
+        tensors = [*tensors_of(modules), *gathered_shards(modules)] if isinstance(model, nn.Module) else model
         sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     if not sharded and process_group is None:
         return Agreement((), seconds_of("timeout_seconds", timeout_seconds, accepts_zero=False), call=call)

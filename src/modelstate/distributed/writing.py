@@ -378,7 +378,7 @@ class CollectiveWriter(CheckpointWriter):
 @contextmanager
 def _opened(path: str) -> Iterator[Output]:
     """Opens a file that is there, and closes it."""
-    with Descriptor(system.open_to_write(path, os.O_RDWR)) as descriptor:
+    with Descriptor.of(system.open_to_write, path, os.O_RDWR) as descriptor:
         yield Output(descriptor, path)
 
 

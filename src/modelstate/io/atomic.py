@@ -113,7 +113,7 @@ class Output:
         descriptor: Descriptor | None = None
         if system.O_DIRECT and nbytes >= LEAST_UNCACHED_BYTES:
             with suppress(OSError):
-                descriptor = Descriptor(system.open_to_write(self.path, os.O_WRONLY | system.O_DIRECT))
+                descriptor = Descriptor.of(system.open_to_write, self.path, os.O_WRONLY | system.O_DIRECT)
         with descriptor or nullcontext():
             self._direct, self.is_uncached = descriptor, descriptor is not None
             try:
@@ -289,7 +289,7 @@ def existing_mode(*paths: str) -> int | None:
 
 def sync_directory(path: str) -> None:
     """Makes the names of files in a directory durable."""
-    with Descriptor(system.open_to_write(path or ".", os.O_RDONLY)) as descriptor, _if_supported(_NO_SYNC):
+    with Descriptor.of(system.open_to_write, path or ".", os.O_RDONLY) as descriptor, _if_supported(_NO_SYNC):
         system.fsync(descriptor)
 
 
@@ -347,7 +347,7 @@ def locked_directory(directory: str, timeout_seconds: float) -> Iterator[None]:
     Raises `LockedError` where the lock is not free in time: any process that can read the directory can hold
     it.
     """
-    with LockDescriptor(system.open_to_write(directory or ".", os.O_RDONLY)) as descriptor:
+    with LockDescriptor.of(system.open_to_write, directory or ".", os.O_RDONLY) as descriptor:
         with _if_supported():
             _lock(descriptor, directory or ".", timeout_seconds)
         yield
@@ -410,7 +410,7 @@ def _remove_leftovers(path: str) -> None:
     for first, paths in groups.items():
         with suppress(OSError), ExitStack() as opened:
             if os.path.isfile(first) and not os.path.islink(first):  # else it is a link, and has no writer
-                descriptor = Descriptor(os.open(first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+                descriptor = Descriptor.of(os.open, first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 fcntl.flock(opened.enter_context(descriptor), fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove_all([*(path for path in paths if path != first), first])
 

@@ -289,10 +289,10 @@ class LocalFile:
         self.path = path
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
         try:
-            self.descriptor = Descriptor(system.open(path, flags | os.O_NONBLOCK))
+            self.descriptor = Descriptor.of(system.open, path, flags | os.O_NONBLOCK)
         except BlockingIOError:
             # A write lease of another process, which only regular files have.
-            self.descriptor = Descriptor(system.open(path, flags))
+            self.descriptor = Descriptor.of(system.open, path, flags)
         except OSError as error:
             if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device without a driver
                 raise _special_file(path, os.stat(path).st_mode) from error
@@ -347,8 +347,9 @@ class LocalFile:
         """
         if system.O_DIRECT and self._direct is None:
             with suppress(OSError):
-                opened = system.open(f"/proc/self/fd/{int(self.descriptor)}", os.O_RDONLY | system.O_DIRECT)
-                self._direct, self._windows = Descriptor(opened), windows
+                again = f"/proc/self/fd/{int(self.descriptor)}"
+                self._direct = Descriptor.of(system.open, again, os.O_RDONLY | system.O_DIRECT)
+                self._windows = windows
         return self._direct is not None
 
     def _read_window(self, direct: Descriptor, buffers: Sequence[memoryview], offset: int) -> int:

@@ -94,7 +94,7 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
             return "the thread that answers for leases cannot be started"
         try:
             _take(descriptor)
-            lease = Lease(path, Descriptor(os.dup(descriptor)), mapped)
+            lease = Lease(path, Descriptor.of(os.dup, descriptor), mapped)
         except OSError as error:  # where `dup` fails, the caller ends the lease, since it closes its own descriptor
             return _reason(error)
         _leases[lease.mapped] = lease
@@ -119,8 +119,7 @@ def hold_for_now(descriptor: int) -> str:
     if filesystem_type(descriptor) not in _FILE_SYSTEMS:
         return "other machines may write to its file system"
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # a writer may come before the owner is taken away
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        _take(descriptor)
         fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
     except OSError as error:
         return _reason(error)
@@ -244,7 +243,7 @@ def _answer(lease: Lease, until: float) -> None:
 def safe_seconds() -> float:
     """The seconds for which a writer certainly waits for a lease to end: a setting of the system, read once."""
     seconds = _USUAL_BREAK_SECONDS
-    with suppress(OSError, ValueError), Descriptor(os.open(_BREAK_TIME, os.O_RDONLY)) as file:
+    with suppress(OSError, ValueError), Descriptor.of(os.open, _BREAK_TIME, os.O_RDONLY) as file:
         seconds = float(os.read(file, 32)) or math.inf  # with 0 the kernel never ends a lease by itself
     return seconds - _MARGIN_SECONDS
 
@@ -257,7 +256,7 @@ def _before_fork() -> None:
     for lease in [*_leases.values()]:
         try:
             again = f"/proc/self/fd/{lease.descriptor}"
-            descriptor = Descriptor(system.open(again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+            descriptor = Descriptor.of(system.open, again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             _take(descriptor)
             lease.for_child = descriptor
         except OSError as error:

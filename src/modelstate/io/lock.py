@@ -19,6 +19,7 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 
 from modelstate.errors import LockedError, ModelStateError, StoreMovedError, WriteFailedError
 from modelstate.forks import at_fork
@@ -109,10 +110,10 @@ class WriterLock:
         """
         opened = list[LockDescriptor]()
         try:
-            opened.append(LockDescriptor(os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)))
+            opened.append(LockDescriptor.of(os.open, self.directory, os.O_RDONLY | os.O_DIRECTORY))
             for _ in range(_TRIES):
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-                opened.append(LockDescriptor(os.open(LOCK_FILE, flags, 0o666, dir_fd=opened[0])))
+                opened.append(LockDescriptor.of(partial(os.open, dir_fd=opened[0]), LOCK_FILE, flags, 0o666))
                 if not stat.S_ISREG(os.fstat(opened[1]).st_mode):
                     raise OSError(errno.ENXIO, "not a regular file")
                 self._lock(opened[1])

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
+from itertools import starmap
+from typing import Any, Self
 
 _FAILURES = (errno.EINVAL, errno.EBADF, errno.EPERM, errno.ENODEV, errno.EMLINK, errno.EXDEV)
 UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, *_FAILURES)
@@ -211,12 +213,23 @@ class Descriptor(int):
 
     is_open = True
 
+    @classmethod
+    def of(cls, function: Callable[..., int], *arguments: Any) -> Self:
+        """Returns the descriptor that a function such as `os.open` returns.
+
+        No statement stands between the two, so that no interrupt leaves the file open.
+        """
+        return next(map(cls, starmap(function, [arguments])))
+
     def close(self) -> None:
         """Closes the file, if it is open. An error is ignored: what was written has been synced, or is removed."""
         if self.is_open:
-            self.is_open = False
-            with suppress(OSError):
+            try:  # an interrupt comes before the call, and leaves the file open, or after it
                 close(self)
+            except OSError:
+                pass
+            finally:
+                self.is_open = False
 
     def __enter__(self) -> Descriptor:
         return self

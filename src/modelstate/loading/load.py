@@ -58,7 +58,7 @@ from modelstate.problems import glob_patterns, plan_error
 from modelstate.process import deferred_signals, gc_paused, progress_bar, stopped_by
 from modelstate.text_format import count, listed
 from modelstate.torch_compat.modules import needs_protocol
-from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.plain import is_plain, is_sharded
 from modelstate.torch_compat.sharding import refresh_shards, reshard
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
@@ -99,6 +99,7 @@ def plan(model: nn.Module, source: Source, **options: Unpack[PlanArguments]) -> 
         KeyNotFoundError: The checkpoint has no part `key`.
         OptionError: An argument is invalid.
         ModelCodeError: The model's own code raises.
+        DistributedError: The model has DTensors, and there is no process group.
 
     Examples:
         >>> plan = modelstate.plan(model, "model.safetensors")
@@ -217,7 +218,7 @@ def load(
     with exclusive(model), paused_gc(), Transaction(model) as transaction:
         planner, staging = prepare(transaction, source, checked, call_extra_state=False)
         staging.files.close()
-        check_plan(planner, checked.optimizers, agreement)
+        check_plan(planner, checked.optimizers)
         executions = planner.executions
         for item in executions:
             if item.transfers.way is Way.INTO:
@@ -237,7 +238,7 @@ def _ranks_of(
     tensors: nn.Module | tuple[()], process_group: ProcessGroup | None = None, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> Agreement | None:
     """Returns the ranks that load these tensors together; None for a load on one rank."""
-    # Without a process group there is one rank. Where the model then has DTensors, `check_plan` raises.
+    # Without a process group there is one rank. Where the model then has DTensors, `prepare` raises.
     has_group = process_group is not None or (dist.is_available() and dist.is_initialized())
     if has_group or timeout_seconds != TIMEOUT_SECONDS:
         agreement = agreement_of(tensors, process_group, timeout_seconds)
@@ -305,7 +306,7 @@ def execute(
             held.callback(staging.files.close)
             if check is not None:
                 check(planner)
-            check_plan(planner, optimizers, agreement)
+            check_plan(planner, optimizers)
             if staged is None:
                 limit_memory(staging, planner.executions)
             else:
@@ -388,6 +389,8 @@ def prepare(
         slots = slots_of(transaction.root)
         if "torch.distributed.fsdp" in sys.modules and reshard(slots.modules.values()):
             slots = slots_of(transaction.root)
+        if agreement is None and any(is_sharded(slot.tensor) for slot in slots.tensors):
+            agreement_of(transaction.root)  # raises where there is no process group
         view = ModelSchemaView(transaction.root, slots)
         if isinstance(source, LoadPlan):
             matched = source.binding.matched
@@ -487,13 +490,11 @@ def _check_same(planner: Planner, was: Mapping[str, object], now: Mapping[str, o
     )
 
 
-def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer], agreement: Agreement | None) -> None:
-    """Raises the problems of a plan, and `DistributedError` for DTensors that no ranks load together.
+def check_plan(planner: Planner, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises the problems of a plan.
 
     A transform of modules must not replace a parameter of an optimizer: the state that fits the new tensor is unknown.
     """
-    if agreement is None and any(item.transfers.facts.sharded is not None for item in planner.singles):
-        agreement_of(planner.model)  # raises where there is none
     if planner.problems:
         raise plan_error(*planner.names, planner.problems, given=planner.matched.given) from planner.cause
     optimized = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}

@@ -32,7 +32,7 @@ from modelstate.torch_compat.modules import (
     tensors_of,
     unwrapped,
 )
-from modelstate.torch_compat.sharding import reshard
+from modelstate.torch_compat.sharding import gathered_shards, reshard
 
 if TYPE_CHECKING:
     from modelstate.planning.plan import LoadReport
@@ -186,7 +186,8 @@ def tensors_within(objects: object, reshards: bool = False) -> Iterator[torch.Te
         if isinstance(value, nn.Module):
             if reshards:
                 reshard(value.modules())
-            yield from tensors_of(modules_within(value))
+            yield from tensors_of(modules := modules_within(value))
+            yield from gathered_shards(modules)
         elif isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, Mapping | list | tuple) and not isinstance(value, Checkpoint) and id(value) not in seen:

@@ -332,6 +332,12 @@ def sharded_params(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     return [getattr(info.module, info.param_name) for info in infos]
 
 
+def gathered_shards(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Returns the shards of the parameters that modules of FSDP2 show whole, as they may after a forward pass."""
+    groups = [group for group in _fsdp_groups(modules) if not group.is_sharded]
+    return [param.sharded_param for group in groups for param in group.fsdp_params]
+
+
 def refresh_shards(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
     """Has FSDP2 use the sharded parameters that its modules have now, and their memory. Returns the undo."""
     undos: list[tuple[object, str, object]] = []
