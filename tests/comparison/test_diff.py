@@ -243,7 +243,7 @@ class TestReading:
     @pytest.mark.slow
     @pytest.mark.parametrize("transposed", [False, True])
     def test_memory_does_not_grow_with_the_files(self, transposed: bool, tmp_path: Path) -> None:
-        state = {f"w{index}": torch.randn(2048, 2048) for index in range(6)}
+        state = {f"w{index}": torch.randn(2048, 2048) for index in range(8)}
         written(tmp_path / "a.safetensors", state)
         other = {name: tensor + 1 for name, tensor in state.items()}
         written(tmp_path / "b.pt", {name: t.t().contiguous().t() if transposed else t for name, t in other.items()})
@@ -261,13 +261,13 @@ ms.diff(warm, {"w": torch.ones(3000)})
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
 diff = ms.diff("a.safetensors", "b.pt")
-assert diff.read_bytes == 2 * 6 * 2048 * 2048 * 4
+assert diff.read_bytes == 2 * 8 * 2048 * 2048 * 4
 print(peak() - before)
 """,
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
-        assert int(done.stdout) < 100 << 20
+        assert int(done.stdout) < 128 << 20  # as much as one of the files has
 
     def test_a_file_that_changes_meanwhile(self, tmp_path: Path) -> None:
         state = layers(width=300)
