@@ -94,14 +94,17 @@ def keep_interrupt(error: BaseException) -> None:
     The code that it has called may have raised another one while it handled this, as `inspect` does, and has not said
     with `raise ... from` that this one is meant.
     """
-    if is_interrupt(error):
-        raise error
     trace, before = error.__traceback__, error.__context__
-    if before is not None and before.__traceback__ is not None and not error.__suppress_context__:
-        while trace is not None and trace.tb_frame is not before.__traceback__.tb_frame:
-            trace = trace.tb_next
-        if trace is not None:  # it was caught there, and not by the program that handles it now
-            keep_interrupt(before)
+    try:
+        if is_interrupt(error):
+            raise error
+        if before is not None and before.__traceback__ is not None and not error.__suppress_context__:
+            while trace is not None and trace.tb_frame is not before.__traceback__.tb_frame:
+                trace = trace.tb_next
+            if trace is not None:  # it was caught there, and not by the program that handles it now
+                keep_interrupt(before)
+    finally:
+        del error, trace, before  # they would refer to themselves through this frame
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -224,7 +227,10 @@ class ModelStateError(Exception):
         if caught is not None and caught.__traceback__ is not None:
             catcher: str = caught.__traceback__.tb_frame.f_globals.get("__name__", "")
             if catcher.partition(".")[0] == _OWN_PACKAGE:  # otherwise code of a user handles it
-                keep_interrupt(caught)
+                try:
+                    keep_interrupt(caught)
+                finally:
+                    caught = None
         super().__init__(what)
         self.what = what
         """What is wrong, in one sentence."""

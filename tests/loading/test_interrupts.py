@@ -284,24 +284,27 @@ def test_at_calls_within_the_library(name: str, handler: Handler, tmp_path: Path
                 assert is_equal(before, state(model)) or is_equal(state(right), state(model))
 
 
-@pytest.mark.parametrize("materialised", [True, False])
-def test_nothing_is_left_open(materialised: bool, handler: Handler, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["into memory", "onto meta", "in the background"])
+def test_nothing_is_left_open(kind: str, handler: Handler, tmp_path: Path) -> None:
     """An interrupt as a function of C returns: the file is closed, and the garbage collector goes on."""
     path, calls, stop = tmp_path / "x.safetensors", list[str](), -1
     save_file(nn.Linear(256, 256).state_dict(), path)
 
     def on_call(frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_return" and frame.f_globals.get("__name__", "").startswith("modelstate."):
+        if event == "c_return" and frame.f_globals.get("__name__", "").startswith(("modelstate.", "contextlib")):
             calls.append(f"{frame.f_code.co_qualname} {function.__name__}")
             if len(calls) - 1 == stop:
                 signal.raise_signal(signal.SIGUSR1)
 
     def run() -> None:
-        model = nn.Linear(256, 256, device=None if materialised else "meta")
+        model = nn.Linear(256, 256, device="meta" if kind == "onto meta" else None)
         calls.clear()
         sys.setprofile(on_call)
         try:
-            ms.load(model, path)
+            if kind == "in the background":
+                ms.load(model, path, background=True).result()
+            else:
+                ms.load(model, path)
         finally:
             sys.setprofile(None)
 
