@@ -36,7 +36,7 @@ import struct
 import time
 import weakref
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 
 from modelstate.forks import at_fork, fork_safe_lock
 from modelstate.io import system
@@ -239,9 +239,8 @@ def _answer(lease: Lease, until: float) -> None:
         _release(lease.mapped)
 
 
-@cache
 def safe_seconds() -> float:
-    """The seconds for which a writer certainly waits for a lease to end: a setting of the system, read once."""
+    """The seconds for which a writer certainly waits for a lease to end."""
     seconds = _USUAL_BREAK_SECONDS
     with suppress(OSError, ValueError), Descriptor.of(os.open, _BREAK_TIME, os.O_RDONLY) as file:
         seconds = float(os.read(file, 32)) or math.inf  # with 0 the kernel never ends a lease by itself
