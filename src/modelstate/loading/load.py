@@ -389,7 +389,8 @@ def prepare(
         slots = slots_of(transaction.root)
         if "torch.distributed.fsdp" in sys.modules and reshard(slots.modules.values()):
             slots = slots_of(transaction.root)
-        if agreement is None and any(is_sharded(slot.tensor) for slot in slots.tensors):
+        may_be_sharded = agreement is None and "torch.distributed.tensor" in sys.modules
+        if may_be_sharded and any(is_sharded(slot.tensor) for slot in slots.tensors):
             agreement_of(transaction.root)  # raises where there is no process group
         view = ModelSchemaView(transaction.root, slots)
         if isinstance(source, LoadPlan):
